@@ -12,6 +12,24 @@ if not _os.path.isdir(_os.path.join(__path__[0], "kernels")) and _os.path.isfile
 del _os, _root
 
 from tiered_kv.config import TieredKVConfig  # noqa: E402
+from tiered_kv.errors import TieredKVError, TieredKVMemoryError  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["TieredKVConfig"]
+
+_HOMES = {
+    "TieredCache": "tiered_kv.cache",
+    "dispatch_kv_cache": "tiered_kv.dispatch",
+    "kv_cache_dispatched": "tiered_kv.dispatch",
+    "kv_cache_stats": "tiered_kv.dispatch",
+    "remove_kv_dispatch": "tiered_kv.dispatch",
+}
+__all__ = ["TieredKVConfig", "TieredKVError", "TieredKVMemoryError", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str):
+    """Import what needs torch and transformers when it is first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

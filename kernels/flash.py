@@ -1,0 +1,114 @@
+"""Exact attention of many queries over one piece of the context, with its log-sum-exp, and the merging of pieces.
+
+Softmax over a union of disjoint pieces:  out = Σ_p exp(lse_p - lse)·out_p,  lse = log Σ_p exp(lse_p)
+(FlashAttention, arXiv 2205.14135; the order of tokens does not matter, so cluster-ordered pieces serve as they are).
+PyTorch's own flash kernels do the work; logits with a softcap, which they do not know, take the blockwise form below.
+"""
+
+from __future__ import annotations
+
+import torch
+
+QUERY_BLOCK = 512
+
+
+def attend_piece(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over one piece.
+
+    Args:
+        query: ``[batch, query_heads, queries, head_dim]``.
+        key: ``[batch, kv_heads, tokens, head_dim]``; ``kv_heads`` divides ``query_heads``.
+        value: ``[batch, kv_heads, tokens, value_dim]``.
+        causal: Query i sees tokens up to i (then ``queries`` equals ``tokens``); otherwise it sees all.
+
+    Returns:
+        ``out`` ``[batch, query_heads, queries, value_dim]`` in the query's dtype and ``lse``
+        ``[batch, query_heads, queries]`` float32.
+    """
+    if softcap is None and key.shape[-1] == value.shape[-1] and key.shape[-1] % 8 == 0 and key.shape[-1] <= 256:
+        if query.is_cuda and query.dtype != torch.float32:
+            return _flash_cuda(query, key, value, causal, scale)
+        if query.is_cuda:
+            return _efficient_cuda(query, key, value, causal, scale)
+        if query.device.type == "cpu":
+            return _flash_cpu(query, key, value, causal, scale)
+    return attend_piece_reference(query, key, value, causal=causal, scale=scale, softcap=softcap)
+
+
+def merge_pieces(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over two disjoint pieces, in float32, from the attention over each.
+
+    Args:
+        out, other_out: ``[..., value_dim]``.
+        lse, other_lse: ``[...]`` float32.
+    """
+    merged = torch.logaddexp(lse, other_lse)
+    weight = torch.exp(lse - merged)[..., None]
+    return torch.lerp(other_out.float(), out.float(), weight), merged
+
+
+def _flash_cuda(query, key, value, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _efficient_cuda(query, key, value, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.0, causal, scale=scale
+    )
+    return out, lse[..., : query.shape[2]]
+
+
+def _flash_cpu(query, key, value, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, scale=scale
+    )
+    return out, lse.float()
+
+
+def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x.repeat_interleave(heads // x.shape[1], dim=1) if heads != x.shape[1] else x
+
+
+def attend_piece_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch and float32, in blocks of queries so that no queries × tokens matrix is held."""
+    key, value = _repeat_heads(key, query.shape[1]).float(), _repeat_heads(value, query.shape[1]).float()
+    outs, lses = [], []
+    for start in range(0, query.shape[2], QUERY_BLOCK):
+        block = query[:, :, start : start + QUERY_BLOCK].float()
+        end = start + block.shape[2] if causal else key.shape[2]
+        out, lse = _attend_block(block, key[:, :, :end], value[:, :, :end], start if causal else None, scale, softcap)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, dim=2).to(query.dtype), torch.cat(lses, dim=2)
+
+
+def _attend_block(query, key, value, start: int | None, scale: float, softcap: float | None):
+    logits = torch.matmul(query, key.transpose(2, 3)) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if start is not None:
+        place = torch.arange(key.shape[2], device=key.device)
+        logits.masked_fill_(place > (start + torch.arange(query.shape[2], device=key.device))[:, None], float("-inf"))
+    lse = torch.logsumexp(logits, dim=3)
+    return torch.matmul(torch.exp(logits - lse[..., None]), value), lse

@@ -1,0 +1,242 @@
+"""The tiered cache as transformers knows caches: one layer of ours for each full-attention layer, stock ones for the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, get_layer_types_and_kwargs
+
+from tiered_kv import attention
+from tiered_kv.config import TieredKVConfig
+from tiered_kv.errors import TieredKVError
+from tiered_kv.layer import TieredLayer
+from tiered_kv.stats import collect_stats
+from tiered_kv.window import WindowClock
+
+UNSUPPORTED = {
+    "doge": "it derives its mask from the values",
+    "diffllama": "it repeats values after the cache",
+    "jetmoe": "it repeats keys and values after the cache",
+}
+"""Model types that cannot use a tiered cache although nothing in their configuration tells, and why."""
+
+
+class LayerGroup:
+    """What the tiered layers of one cache share: options, window clocks, and what the forward pass at hand is like.
+
+    It knows the layers, and they don't know it, so that a dropped cache gives its memory back at once.
+    """
+
+    def __init__(self, config: TieredKVConfig, is_shared: bool) -> None:
+        self.config, self.is_shared = config, is_shared
+        self.layers: list[TieredLayer] = []
+        self._clocks: dict[torch.device, WindowClock] = {}
+        self._seen_mask: tuple[torch.Tensor, list[int] | None] | None = None
+
+    def new_layer(self, device: torch.device) -> TieredLayer:
+        """A layer on ``device``; layers come in the model's order."""
+        clock = self._clocks.setdefault(device, WindowClock(device))
+        self.layers.append(TieredLayer(self.config, clock, self.is_shared))
+        return self.layers[-1]
+
+    def remove(self, layer: TieredLayer) -> None:
+        """Forget a layer and give its memory back."""
+        layer.close()
+        self.layers.remove(layer)
+        layer.clock.set(0)
+        self._seen_mask = None
+
+    def begin_decode(self, layer: TieredLayer) -> None:
+        """Before ``layer`` takes one token: the first layer makes room in all, the first of each device sets its clock on."""
+        if layer is self.layers[0]:
+            self.make_room()
+        if layer is next(other for other in self.layers if other.clock is layer.clock):
+            layer.clock.advance()
+
+    def make_room(self) -> None:
+        """Make room for one token in every layer: the only part of a decode step that may cluster, store or allocate."""
+        for layer in self.layers:
+            layer.make_room()
+            layer.clock.set(layer.window.length)
+
+    def note_padding(self, layer: TieredLayer, mask: torch.Tensor | None) -> None:
+        """Tell ``layer`` how much left padding ``mask`` ``[batch, tokens]`` shows; looked at once a forward pass.
+
+        Raises:
+            TieredKVError: Padding elsewhere than on the left.
+        """
+        if mask is None:
+            return
+        if self._seen_mask is None or self._seen_mask[0] is not mask:
+            self._seen_mask = (mask, _left_padding(mask))
+        if layer.left_padding != self._seen_mask[1]:
+            layer.set_left_padding(self._seen_mask[1])
+
+
+class TieredCacheLayer(CacheLayerMixin):
+    """A :class:`~tiered_kv.layer.TieredLayer` behind transformers' cache layer interface."""
+
+    is_sliding = False
+    is_compileable = False  # True would make generate() run torch.compile over the model
+    is_croppable = True
+
+    def __init__(self, group: LayerGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.tiered: TieredLayer | None = None
+        self._is_decoding = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.tiered = self.group.new_layer(self.device)
+        self.tiered.start(key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
+        """Store new keys and values ``[batch, kv_heads, tokens, dim]`` and return them, tagged with this layer."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.tiered is not None
+        self._check_batch(key_states)
+        self._is_decoding = key_states.shape[2] == 1
+        if self._is_decoding:
+            self.group.begin_decode(self.tiered)
+            self.tiered.append(key_states, value_states)
+        else:
+            self.tiered.add_chunk(key_states, value_states)
+        return attention.tag(self, key_states, value_states)
+
+    def attend(self, query: torch.Tensor, padding_mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        """Attention of ``[batch, query_heads, queries, head_dim]`` to all this layer holds."""
+        assert self.tiered is not None
+        if self._is_decoding:
+            return self.tiered.attend_token(query, **options)
+        self.group.note_padding(self.tiered, padding_mask)
+        return self.tiered.attend_chunk(query, **options)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, not tokens kept on the device."""
+        return 0 if self.tiered is None else self.tiered.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return 0 if self.tiered is None else self.tiered.batch
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest tokens; a negative number, or a positive length to keep, as transformers has it."""
+        count = int(tokens_to_remove)
+        if self.tiered is not None and count:
+            count = -count if count < 0 else max(0, self.tiered.length - count)
+            self.tiered.crop(min(count, self.tiered.length))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence i becomes what sequence ``beam_idx[i]`` was; the host store is not copied."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.tiered is not None:
+            self.tiered.select_sequences(torch.arange(self.batch_size)[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        if self.tiered is not None:
+            self.group.remove(self.tiered)
+        self.tiered, self.is_initialized = None, False
+
+    def offload(self) -> None:
+        """Nothing: the layer moves its own data."""
+
+    def prefetch(self) -> None:
+        """Nothing: the layer moves its own data."""
+
+    def _check_batch(self, key_states: torch.Tensor) -> None:
+        if key_states.shape[0] != self.batch_size:
+            raise TieredKVError(
+                f"the cache holds {self.batch_size} sequences, got {key_states.shape[0]}; use batch_repeat_interleave()"
+                " to expand a prefilled cache, or a new cache"
+            )
+
+
+class TieredCache(Cache):
+    """A KV cache whose full-attention layers live in tiers; pass it as ``past_key_values``.
+
+    The model's attention implementation must be ``"tiered_kv"``: :func:`~tiered_kv.dispatch_kv_cache` sets it, and
+    ``model.set_attn_implementation("tiered_kv")`` does after a cache has been made.
+
+    Args:
+        config: The model's configuration.
+        kv_config: Options of the tiers; the defaults when left out.
+
+    Raises:
+        TieredKVError: The model cannot use a tiered cache.
+
+    Example:
+
+    ```python
+    >>> model = dispatch_kv_cache(model, kv_config)
+    >>> cache = TieredCache(model.config, kv_config)
+    >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+    >>> cache.stats()["hit_rate"]
+    ```
+    """
+
+    def __init__(self, config: PreTrainedConfig, kv_config: TieredKVConfig | None = None) -> None:
+        attention.register()
+        self.kv_config = TieredKVConfig() if kv_config is None else kv_config
+        text_config = config.get_text_config(decoder=True)
+        types, options = _layer_types(text_config)
+        self.group = LayerGroup(self.kv_config, is_shared=bool(getattr(text_config, "num_kv_shared_layers", None)))
+        super().__init__(
+            layers=[
+                TieredCacheLayer(self.group) if t == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[t](**options)
+                for t in types
+            ]
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and memory by tier; waits for the device. See :func:`tiered_kv.stats.collect_stats`."""
+        return collect_stats(self.group.layers)
+
+    def close(self) -> None:
+        """Forget every token and give all memory back; the cache is then as new."""
+        self.reset()
+
+
+def _layer_types(config: PreTrainedConfig) -> tuple[list[str], dict[str, Any]]:
+    """Kind of each layer and options of the stock ones.
+
+    Configurations without ``layer_types`` call every layer sliding as soon as they name a window, even one that the
+    model never fills; such layers are full-attention layers for us.
+    """
+    reason = UNSUPPORTED.get(config.model_type)
+    if reason is not None:
+        raise TieredKVError(f"{config.model_type} models cannot use a tiered cache: {reason}")
+    types, options = get_layer_types_and_kwargs(config)
+    window = options.get("sliding_window")
+    longest = getattr(config, "max_position_embeddings", None)
+    if window is not None and longest is not None and window >= longest:
+        types = ["full_attention" if t == "sliding_attention" else t for t in types]
+    if "full_attention" not in types:
+        raise TieredKVError(f"{config.model_type} has no full-attention layer, so there is nothing to keep in tiers")
+    return types, options
+
+
+def _left_padding(mask: torch.Tensor) -> list[int] | None:
+    """Zeros at the beginning of each row of a 2D mask; ``None`` when there are none. Waits for the device."""
+    is_token = mask.bool()
+    padding = (~is_token).int().cumprod(1).sum(1)
+    present = is_token.sum(1)
+    counts, tokens = torch.stack([padding, present]).tolist()
+    if any(c + t != mask.shape[1] for c, t in zip(counts, tokens, strict=True)):
+        raise TieredKVError("attention_mask: expected padding on the left only, got gaps or padding on the right")
+    return counts if any(counts) else None

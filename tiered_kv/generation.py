@@ -1,0 +1,161 @@
+"""What happens around ``generate()``: the cache it gets, and the prompt prefilled in chunks before it starts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tiered_kv import attention
+from tiered_kv.cache import TieredCache
+from tiered_kv.config import TieredKVConfig
+from tiered_kv.errors import TieredKVError
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Dispatch:
+    """What a dispatched model carries: its options, how it was before, and the cache it used last."""
+
+    config: TieredKVConfig
+    text_config_key: str | None
+    previous_attention: str
+    last_stats: dict[str, Any] | None = None
+    _last_cache: Callable[[], TieredCache | None] = field(default=lambda: None)
+
+    def watch(self, cache: TieredCache) -> None:
+        self._last_cache = weakref.ref(cache)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the newest cache, as it is or as it was when ``generate()`` ended."""
+        cache = self._last_cache()
+        if cache is not None:
+            return cache.stats()
+        if self.last_stats is None:
+            raise TieredKVError("kv_cache_stats(): nothing was generated yet")
+        return self.last_stats
+
+    def __deepcopy__(self, memo: dict) -> Dispatch:
+        return Dispatch(self.config, self.text_config_key, self.previous_attention, self.last_stats)
+
+
+def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """``generate()`` of a dispatched model: as the model's own, with a :class:`TieredCache` unless told otherwise."""
+    dispatch: Dispatch = self._tiered_kv
+    stock = type(self).generate
+    if not _wants_tiered_cache(self, kwargs):
+        return stock(self, inputs, *args, **kwargs)
+    cache = kwargs.setdefault("past_key_values", None) or TieredCache(self.config, dispatch.config)
+    kwargs["past_key_values"] = cache
+    dispatch.watch(cache)
+    try:
+        _prepare(self, cache, inputs, kwargs)
+        return stock(self, inputs, *args, **kwargs)
+    finally:
+        attention.clear()
+        dispatch.last_stats = cache.stats()
+
+
+def _wants_tiered_cache(model: Any, kwargs: dict[str, Any]) -> bool:
+    config = kwargs.get("generation_config") or model.generation_config
+    if kwargs.get("use_cache", config.use_cache) is False or kwargs.get("cache_implementation"):
+        return False
+    given = kwargs.get("past_key_values")
+    return given is None or isinstance(given, TieredCache)
+
+
+def _prepare(model: Any, cache: TieredCache, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Bring ``cache`` to where the stock ``generate()`` handles it rightly, prefilling all but the prompt's last chunk."""
+    config = kwargs.get("generation_config") or model.generation_config
+    kwargs["cache_implementation"] = None
+    chunk = kwargs.pop("prefill_chunk_size", None) or config.prefill_chunk_size  # stock: restarts a warm cache at position 0
+    kwargs["prefill_chunk_size"] = None
+    ids = inputs if inputs is not None else kwargs.get("input_ids")
+    is_assisted = kwargs.get("assistant_model") is not None or _option(kwargs, config, "prompt_lookup_num_tokens")
+    if is_assisted:
+        if cache.get_seq_length():
+            raise TieredKVError("assisted decoding needs a fresh cache: transformers feeds a prefilled one the whole prompt again")
+        return
+    mask = kwargs.get("attention_mask")
+    if ids is None or ids.dim() != 2 or kwargs.get("inputs_embeds") is not None:
+        return
+    if mask is not None and mask.shape[1] != ids.shape[1]:
+        return  # only the new tokens were given
+    _reopen_full_cache(cache, ids.shape[1])
+    copies = max(_option(kwargs, config, "num_beams") or 1, _option(kwargs, config, "num_return_sequences") or 1)
+    is_warm = cache.get_seq_length() > 0
+    if copies > 1 and is_warm:
+        return
+    prefill(model, cache, ids, mask, chunk_tokens=chunk)
+    if copies > 1 and cache.get_seq_length():
+        cache.batch_repeat_interleave(copies)
+
+
+def _option(kwargs: dict[str, Any], config: Any, name: str) -> Any:
+    return kwargs.get(name, getattr(config, name, None))
+
+
+def _reopen_full_cache(cache: TieredCache, prompt_tokens: int) -> None:
+    """Drop what a cache holds of the prompt's last token, and beyond, so that there is a token left to feed."""
+    surplus = cache.get_seq_length() - (prompt_tokens - 1)
+    if surplus > 0:
+        cache.crop(-surplus)
+
+
+@torch.no_grad()
+def prefill(
+    model: Any,
+    cache: TieredCache,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    on_progress: Progress | None = None,
+    chunk_tokens: int | None = None,
+) -> None:
+    """Feed a prompt to ``cache`` in chunks, all but the last of them, which ``generate()`` takes with the full ids.
+
+    Chunks end where segments do, so that no more than a window stays on the device between them.
+
+    Args:
+        model: A dispatched causal language model.
+        cache: Continued from where it is.
+        input_ids: ``[batch, tokens]`` the whole prompt, what ``cache`` holds included.
+        attention_mask: ``[batch, tokens]``, left padding marked by 0.
+        on_progress: Called with the tokens done and the tokens in all, after each chunk.
+        chunk_tokens: Tokens a chunk, instead of the config's ``prefill_chunk``.
+    """
+    total = input_ids.shape[1]
+    positions = _positions(input_ids, attention_mask)
+    for start, end in _chunks(cache, total, chunk_tokens):
+        model.base_model(
+            input_ids=input_ids[:, start:end],
+            attention_mask=None if attention_mask is None else attention_mask[:, :end],
+            position_ids=positions[:, start:end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        if on_progress is not None:
+            on_progress(end, total)
+
+
+def _positions(input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if mask is not None:
+        return (mask.long().cumsum(1) - 1).clamp(min=0)
+    return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+
+
+def _chunks(cache: TieredCache, total: int, chunk_tokens: int | None) -> Iterator[tuple[int, int]]:
+    """Chunks that leave at least two tokens: a single one would be taken for a decode step."""
+    config = cache.kv_config
+    tokens = chunk_tokens or -(-config.prefill_chunk // config.prefill_segment) * config.prefill_segment
+    start = cache.get_seq_length()
+    end = tokens + (config.num_sink_tokens + config.window_size if chunk_tokens is None else 0)
+    while end <= total - 2:
+        if end > start:
+            yield start, end
+            start = end
+        end += tokens

@@ -1,0 +1,345 @@
+"""One attention layer's tiered KV cache: the main path of this library.
+
+Prefill: attend exactly, then cluster what is older than the window and store it on the host.
+Decode: append the token to the window; score the centroids, select clusters within the budget, look them up in the GPU
+cluster cache, recall the missing ones, attend. When the window is full, it becomes a segment like any other.
+
+This module knows tensors only; ``cache.py`` makes it a transformers cache layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from tiered_kv.clustering import cluster_segment
+from tiered_kv.config import TieredKVConfig
+from tiered_kv.index import ClusterIndex
+from tiered_kv.kernels.attend import Attended, Estimated, attend
+from tiered_kv.kernels.count import count_step, new_counters
+from tiered_kv.kernels.score import score_clusters
+from tiered_kv.kernels.select import select_clusters
+from tiered_kv.offload.cluster_cache import ClusterCache
+from tiered_kv.offload.host_store import HostStore
+from tiered_kv.offload.streams import engine_for
+from tiered_kv.prefill import Piece, attend_chunk
+from tiered_kv.window import Window, WindowClock
+
+RESERVED_TOKENS = 1 << 20
+"""Tokens a sequence that address space is reserved for at first; a longer one moves the store once."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of the sequence that left the window together.
+
+    Attributes:
+        start: Position of its first token, left padding counted.
+        length: Tokens a row.
+        first_token: Number of row 0's first token in the host store.
+        stored_rows: Rows it was stored with.
+        row_of: Which stored row each present row reads; ``None`` for its own.
+        first_cluster: Clusters in the index before it.
+        first_block: Blocks in the index before it.
+    """
+
+    start: int
+    length: int
+    first_token: int
+    stored_rows: int
+    row_of: list[int] | None
+    first_cluster: int
+    first_block: int
+
+
+class TieredLayer:
+    """Keys and values of one attention layer, in tiers.
+
+    A row is one KV head of one sequence; rows of a sequence are adjacent.
+
+    Args:
+        config: Options.
+        clock: Length of the window, shared with the other layers of the device.
+        is_shared: Other layers attend to this layer's keys and values too (``num_kv_shared_layers``), so a chunk is kept
+            until the next one comes.
+    """
+
+    def __init__(self, config: TieredKVConfig, clock: WindowClock, is_shared: bool = False) -> None:
+        self.config, self.clock, self.is_shared = config, clock, is_shared
+        self.length = 0
+        self.batch = 0
+        self.left_padding: list[int] | None = None
+        self.segments: list[Segment] = []
+        self._chunk: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def start(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take the shapes of the first keys and values, ``[batch, kv_heads, tokens, head_dim]`` and ``value_dim``."""
+        self.batch, self.kv_heads, _, self.head_dim = key.shape
+        self.value_dim = value.shape[3]
+        self.device, self.dtype = key.device, key.dtype
+        self.engine = engine_for(self.device)
+        self.index = ClusterIndex(self.config)
+        self.cluster_cache: ClusterCache | None = None
+        self.store: HostStore | None = None
+        self.counters = new_counters(self.device)
+        self._row_padding = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
+        self.window = Window(self.rows, self.config.num_sink_tokens, self.width, self.dtype, self.device, self.clock)
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.kv_heads
+
+    @property
+    def width(self) -> int:
+        return self.head_dim + self.value_dim
+
+    @property
+    def clustered(self) -> int:
+        """Tokens that have left the window: the position of its oldest token."""
+        return self.segments[-1].start + self.segments[-1].length if self.segments else 0
+
+    def set_left_padding(self, padding: list[int] | None) -> None:
+        """Padding tokens at the beginning of each sequence, of those that came so far; ``None`` for none anywhere."""
+        self.left_padding = padding
+        rows = torch.tensor(padding or [0] * self.batch, dtype=torch.int32).repeat_interleave(self.kv_heads)
+        self._row_padding = rows.to(self.device)
+
+    def add_chunk(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take a chunk's keys and values; the attention to it comes next."""
+        self._settle()
+        self._chunk = (key.detach(), value.detach())
+        self.length += key.shape[2]
+
+    def attend_chunk(
+        self,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        attention_sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Exact attention of the chunk's queries ``[batch, query_heads, tokens, head_dim]`` to all that came."""
+        assert self._chunk is not None
+        key, value = self._chunk
+        padding = self._padding_after(self.length - key.shape[2])
+        out = attend_chunk(
+            query, key, value, self._earlier_pieces(), padding,
+            scale=scale, softcap=softcap, attention_sinks=attention_sinks,
+        )  # fmt: skip
+        if not self.is_shared:
+            self._settle()
+        return out
+
+    def _padding_after(self, position: int) -> list[int] | None:
+        """Padding tokens from ``position`` on, for each sequence; ``None`` when no sequence is padded at all."""
+        if self.left_padding is None:
+            return None
+        return [max(0, pad - position) for pad in self.left_padding]
+
+    def _earlier_pieces(self) -> Iterator[Piece]:
+        """Sinks, stored segments and window: everything before the chunk, all on the device when yielded."""
+        padding = self.left_padding or [0] * self.batch
+        sinks = self.config.num_sink_tokens
+        if self.segments:
+            yield Piece(self._by_sequence(self.window.sinks), [(0, _clip(self.clustered - p, 0, sinks)) for p in padding])
+        for segment, tokens in zip(self.segments, self.engine.load(map(self._read, self.segments)), strict=True):
+            counts = [_clip(segment.start + segment.length - p - sinks, 0, segment.length) for p in padding]
+            yield Piece(self._by_sequence(tokens), [(0, count) for count in counts])
+        if self.window.length:
+            starts = [_clip(p - self.clustered, 0, self.window.length) for p in padding]
+            yield Piece(self._by_sequence(self.window.tokens), [(s, self.window.length) for s in starts])
+
+    def _by_sequence(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens.view(self.batch, self.kv_heads, *tokens.shape[1:])
+
+    def _read(self, segment: Segment) -> torch.Tensor:
+        assert self.store is not None
+        tokens = self.store.read(segment.first_token, segment.stored_rows, segment.length)
+        return tokens if segment.row_of is None else tokens[segment.row_of]
+
+    def _settle(self) -> None:
+        """Move the chunk into the window, and every whole prefill segment out of it."""
+        if self._chunk is None:
+            return
+        key, value = self._chunk
+        self._chunk = None
+        tokens = torch.cat([self.window.tokens, self._as_rows(key, value)], dim=1)
+        while self.length > self.config.dense_until and tokens.shape[1] >= self._prefill_segment() + self.config.window_size:
+            tokens = self._store_segment(tokens, self._prefill_segment())
+        self._show_window(tokens, capacity=tokens.shape[1])
+
+    def make_room(self) -> None:
+        """Before a decode step: make room in the window for one token more, by clustering its older part when it is full."""
+        self._settle()
+        full = self.config.window_size + self.config.decode_segment
+        if self.length < self.config.dense_until:
+            self.window.reserve(self.window.length + 1)
+        elif self.window.length >= full:
+            tokens = self.window.tokens
+            while tokens.shape[1] > self.config.window_size:
+                count = min(self._prefill_segment(), tokens.shape[1] - self.config.window_size)
+                tokens = self._store_segment(tokens, count)
+            self._show_window(tokens, capacity=full)
+        elif self.window.capacity != full:
+            self._show_window(self.window.tokens, capacity=full)
+        self.engine.wait_for_offloads()
+
+    def _prefill_segment(self) -> int:
+        """Length of the next prefill segment: the first one also takes the sinks along, which are not clustered."""
+        return self.config.prefill_segment + (0 if self.segments else self.config.num_sink_tokens)
+
+    def _as_rows(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([key, value], dim=3).flatten(0, 1)
+
+    def _store_segment(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
+        """Cluster the first ``length`` tokens of ``[rows, tokens, width]`` and store them; returns the rest."""
+        start = self.clustered
+        oldest, rest = tokens[:, :length], tokens[:, length:]
+        valid = self._keep_sinks(oldest, start)
+        clustered = cluster_segment(oldest[..., : self.head_dim], oldest[..., self.head_dim :], valid, self.config)
+        store, cluster_cache = self._tiers()
+        first_token = store.append(clustered.tokens, (clustered.order + start).int())
+        self.segments.append(self._record(start, length, first_token))
+        self.index.append(clustered, first_token)
+        cluster_cache.reserve_blocks(self.index.block_capacity)
+        return rest
+
+    def _record(self, start: int, length: int, first_token: int) -> Segment:
+        clusters, blocks = self.index.num_clusters, self.index.num_blocks
+        return Segment(start, length, first_token, self.rows, None, clusters, blocks)
+
+    def _keep_sinks(self, tokens: torch.Tensor, start: int) -> torch.Tensor | None:
+        """Copy those of ``tokens``, which begin at position ``start``, that are sinks to their place.
+
+        Returns:
+            Which tokens are to be clustered, ``[rows, tokens]`` bool: neither padding nor sinks; ``None`` for all.
+        """
+        padding = self.left_padding or [0] * self.batch
+        sinks = self.config.num_sink_tokens
+        if max(padding) + sinks <= start:
+            return None
+        first_sink = self._row_padding[:, None]
+        position = first_sink + torch.arange(sinks, device=self.device)
+        is_here = (position >= start) & (position < start + tokens.shape[1])
+        place = (position - start).clamp(0, tokens.shape[1] - 1).long()[..., None].expand(-1, -1, self.width)
+        self.window.sinks.copy_(torch.where(is_here[..., None], tokens.gather(1, place), self.window.sinks))
+        return torch.arange(start, start + tokens.shape[1], device=self.device) >= first_sink + sinks
+
+    def _tiers(self) -> tuple[HostStore, ClusterCache]:
+        """Host store and GPU cluster cache, made when the first segment needs them."""
+        c = self.config
+        if self.store is None:
+            pin = self.device.type == "cuda" if c.pin_memory is None else c.pin_memory
+            self.store = HostStore(
+                self.width, self.dtype, reserve_tokens=self.rows * RESERVED_TOKENS,
+                slab_tokens=self.rows * c.decode_segment * 8, pin=pin, engine=self.engine,
+            )  # fmt: skip
+        if self.cluster_cache is None:
+            self.cluster_cache = ClusterCache(
+                self.rows, c.num_slots, c.block_size, self.width, self.dtype, self.device, c.policy
+            )
+        return self.store, self.cluster_cache
+
+    def _show_window(self, tokens: torch.Tensor, capacity: int) -> None:
+        """Let ``tokens`` be the window and bring what depends on its first position up to date."""
+        self.window.replace(tokens, capacity)
+        self._place_window()
+
+    def _place_window(self) -> None:
+        sinks = (self.clustered - self._row_padding).clamp(0, self.config.num_sink_tokens)
+        self.window.num_sinks.copy_(sinks)
+        self.window.start.copy_((self._row_padding - self.clustered).clamp(min=0))
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take the newest token's key and value, ``[batch, kv_heads, 1, dim]``; :meth:`make_room` came before."""
+        self.window.append(self._as_rows(key.detach(), value.detach()))
+        self.length += 1
+
+    def attend_token(
+        self,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        attention_sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the newest token's query ``[batch, query_heads, 1, head_dim]``; nothing here waits for the device."""
+        batch, query_heads, _, head_dim = query.shape
+        q = query.reshape(self.rows, query_heads // self.kv_heads, head_dim)
+        if attention_sinks is not None:
+            attention_sinks = attention_sinks.view(self.kv_heads, -1).repeat(self.batch, 1)
+        attended, estimated = self._recall(q, scale, softcap) if self.segments else (None, None)
+        out = attend(
+            q, self.window.view(), attended, estimated, scale=scale, softcap=softcap, attention_sinks=attention_sinks
+        )
+        return out.view(batch, query_heads, 1, self.value_dim)
+
+    def _recall(self, q: torch.Tensor, scale: float, softcap: float | None) -> tuple[Attended, Estimated | None]:
+        """Score, select, look up, recall: what this step attends to and what it estimates."""
+        c, t = self.config, self.index.tables
+        assert t is not None and self.cluster_cache is not None and self.store is not None
+        logits, scores = score_clusters(
+            q, t.centroids, t.centroid_scales, t.variances, t.variance_scales, t.sizes,
+            scale=scale, softcap=softcap, spread=c.spread, spread_limit=c.spread_limit,
+        )  # fmt: skip
+        selection = select_clusters(
+            scores, t.sizes, t.starts, t.first_blocks,
+            token_budget=c.token_budget, max_blocks=c.max_selected_blocks, block_size=c.block_size,
+        )  # fmt: skip
+        slots, missed = self.cluster_cache.look_up(selection)
+        self.cluster_cache.recall(self.store, selection, slots, missed)
+        count_step(self.counters, selection.chosen, selection.lengths, missed)
+        attended = Attended(self.cluster_cache.slots, slots, selection.lengths)
+        estimated = Estimated(logits, t.sizes, selection.chosen, t.mean_values, t.value_scales) if c.estimate else None
+        return attended, estimated
+
+    def crop(self, tokens: int) -> None:
+        """Drop the newest ``tokens`` tokens. Segments that are cut into come back into the window whole, but for those."""
+        self._settle()
+        self.length -= tokens
+        while self.clustered > self.length:
+            self._unstore_last_segment()
+        self.window.length = self.length - self.clustered
+        self._place_window()
+
+    def _unstore_last_segment(self) -> None:
+        """Bring the newest segment back into the window, in the order of its positions."""
+        assert self.store is not None and self.cluster_cache is not None
+        self.engine.finish_offloads()
+        segment = self.segments.pop()
+        positions = self.store.read_positions(segment.first_token, segment.stored_rows, segment.length)
+        positions = positions if segment.row_of is None else positions[segment.row_of]
+        order = positions.argsort(dim=1).to(self.device)[..., None].expand(-1, -1, self.width)
+        tokens = self._read(segment).to(self.device).gather(1, order)
+        self.index.truncate(segment.first_cluster, segment.first_block)
+        self.cluster_cache.forget(segment.first_block)
+        tokens = torch.cat([tokens, self.window.tokens], dim=1)
+        self._show_window(tokens, capacity=tokens.shape[1])
+
+    def select_sequences(self, sequences: list[int]) -> None:
+        """Sequence i becomes what sequence ``sequences[i]`` was; the host store stays as it is."""
+        self._settle()
+        rows = [s * self.kv_heads + h for s in sequences for h in range(self.kv_heads)]
+        index = torch.tensor(rows, device=self.device)
+        self.window.select_rows(index)
+        self.index.select_rows(index)
+        if self.cluster_cache is not None:
+            self.cluster_cache.select_rows(index)
+        self.segments = [replace(s, row_of=[s.row_of[r] if s.row_of else r for r in rows]) for s in self.segments]
+        if self.left_padding is not None:
+            self.left_padding = [self.left_padding[s] for s in sequences]
+        self._row_padding = self._row_padding[index]
+        self.batch = len(sequences)
+
+    def close(self) -> None:
+        """Give host memory back, unless a copy of the cache still reads it; the layer must not be used any more."""
+        if self.batch:
+            self.engine.finish_offloads()
+            self.store = None
+
+
+def _clip(value: int, least: int, most: int) -> int:
+    return max(least, min(value, most))
+
