@@ -2,8 +2,8 @@
 
     x_t = (k_t - k̄) / |k_t - k̄|        μ_c = x at the ⌊c·n/clusters⌋-th of the n valid tokens
 
-k̄ is the mean of the valid keys. It is summed in float32 in two fixed steps, tiles of tokens and then the tiles, so that the
-same keys give the same bits; no float32 copy of the keys is ever in memory.
+k̄ is the mean of the valid keys. It is summed in float32 in two fixed steps, tiles of tokens and then the tiles, so that
+the same keys give the same bits; no float32 copy of the keys is ever in memory.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ def key_directions_reference(keys: torch.Tensor, valid: torch.Tensor | None, cen
     x = keys.float()
     if center and valid is None:
         x = x - x.mean(1, keepdim=True)
-    elif center:
+    elif center and valid is not None:
         count = valid.sum(1).clamp(min=1)[:, None, None]
-        x = x - torch.where(valid[..., None], x, 0).sum(1, keepdim=True) / count  # type: ignore[index]
+        x = x - torch.where(valid[..., None], x, 0).sum(1, keepdim=True) / count
     return normalize(x, dim=2).to(keys.dtype)
 
 
@@ -179,7 +179,7 @@ def evenly_spaced(directions: torch.Tensor, valid: torch.Tensor | None, clusters
 
 def evenly_spaced_reference(directions: torch.Tensor, valid: torch.Tensor | None, clusters: int) -> torch.Tensor:
     """The same in plain torch."""
-    rows, tokens, dim = directions.shape
+    _, tokens, dim = directions.shape
     step = torch.arange(clusters, device=directions.device)
     if valid is None:
         return directions[:, (step * tokens) // clusters]

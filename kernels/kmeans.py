@@ -8,11 +8,12 @@ The assignment is a matrix product whose output never leaves the registers: a ru
 tile (three instructions an element), and one reduction across the columns at the end.
 
 The update must give the same bits for the same input, since centroids decide tokens, so it has no float atomics. Each
-program owns ``BLOCK_C`` neighbouring clusters of a row: it reads the row's assignment (32 KiB at 8192 tokens), lists the
-tokens of its clusters in their order, and sums just these as a product with their one-hot matrix. For 8 rows of 8192
-tokens, 512 clusters and head_dim 128 in bf16 that reads each token once (17 MB), the assignment 32 times a row (8 MB) and
-costs 0.3 GFLOP, in one launch that also normalises. A one-hot product over all tokens would take 8.6 GFLOP, as much as the
-assignment, 67 MB from L2 and a second pass over partial sums; sorting by cluster would take several launches an iteration.
+program owns ``BLOCK_C`` neighbouring clusters of a row: it reads the row's assignment (32 KiB at 8192 tokens) twice,
+lists the tokens of its clusters in their order, and sums just these as a product with their one-hot matrix. For 8 rows
+of 8192 tokens, 512 clusters and head_dim 128 in bf16 that is each token once (17 MB), the assignment 64 times (17 MB
+from L2) and 0.3 GFLOP, in one launch that also normalises. A one-hot product over all tokens would take 8.6 GFLOP, as
+much as the assignment, 67 MB from L2 and a second pass over partial sums; sorting by cluster, several launches an
+iteration.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SUM_CLUSTERS = 16
 SUM_LISTED = 2048
 SUM_TILE_BYTES = 16384
 SUM_WARPS = 4
-SUM_STAGES = 3
+SUM_STAGES = 5  # two tiles in flight, as each waits for its part of the list first
 # Up to here one program takes all clusters of a row and reads the tokens as they come, without a list.
 UNLISTED_CLUSTERS = 32
 
@@ -105,18 +106,21 @@ def _sum_kernel(
             cluster = tl.load(assignment + start + scan, mask=start + scan < num_tokens, other=num_clusters)
             is_own = (cluster >= first) & (cluster < last)
             place = count + tl.cumsum(is_own.to(tl.int32), 0) - 1
-            tl.store(members + place, start + scan, mask=is_own)
+            tl.store(members + place, (start + scan) * BLOCK_C + cluster - first, mask=is_own)  # token and cluster
             count += tl.sum(is_own.to(tl.int32), 0)
         tl.debug_barrier()  # the list goes from thread to thread through memory
 
     total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     for start in range(0, count, BLOCK_T):
         token = start + tl.arange(0, BLOCK_T)
-        in_list = token < count
+        is_member = token < count
         if LISTED:
-            token = tl.load(members + token, mask=in_list, other=0)
-        cluster = tl.load(assignment + token, mask=in_list, other=num_clusters)
-        mask = (cluster < num_clusters)[:, None] & in_dim[None, :]
+            member = tl.load(members + token, mask=is_member, other=0)
+            token, cluster = member // BLOCK_C, first + member % BLOCK_C
+        else:
+            cluster = tl.load(assignment + token, mask=is_member, other=num_clusters)
+            is_member = cluster < num_clusters
+        mask = is_member[:, None] & in_dim[None, :]
         x = tl.load(tokens + token.to(tl.int64)[:, None] * token_stride + channel[None, :], mask=mask, other=0.0)
         one_hot = (cluster[None, :] == own[:, None]).to(x.dtype)
         total = tl.dot(one_hot, x, total, input_precision="ieee")
@@ -133,9 +137,7 @@ def _sum_kernel(
         tl.store(out + at, total, mask=mask)
 
 
-def assign_clusters(
-    tokens: torch.Tensor, centroids: torch.Tensor, valid: torch.Tensor | None = None
-) -> torch.Tensor:
+def assign_clusters(tokens: torch.Tensor, centroids: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
     """The centroid with the largest dot product, for every token; the lowest number among equals.
 
     Args:
@@ -222,7 +224,9 @@ def update_centroids_reference(tokens: torch.Tensor, assignment: torch.Tensor, c
     return torch.where(is_empty, centroids, normalize(sums, dim=2).to(centroids.dtype))
 
 
-def _launch_sum(tokens: torch.Tensor, assignment: torch.Tensor, previous: torch.Tensor | None, out: torch.Tensor) -> None:
+def _launch_sum(
+    tokens: torch.Tensor, assignment: torch.Tensor, previous: torch.Tensor | None, out: torch.Tensor
+) -> None:
     rows, num_tokens, dim = tokens.shape
     num_clusters = out.shape[1]
     tokens, assignment = _with_dense_channels(tokens), assignment.contiguous()

@@ -1,8 +1,8 @@
 """Cluster order: tokens by cluster and then by position, and clusters cut into pieces of bounded size.
 
-A counting sort, stable by construction. A program owns ``BLOCK_C`` neighbouring clusters of a row; it knows from the counts
-where they start, reads the row's assignment once and deals places to its tokens. For 8 rows of 8192 tokens that is two
-short kernels; a stable ``torch.sort`` of the same is a full radix sort of some twenty launches.
+A counting sort, stable by construction. A program owns ``BLOCK_C`` neighbouring clusters of a row; it knows from the
+counts where they start, reads the row's assignment once and deals places to its tokens. For 8 rows of 8192 tokens that
+is two short kernels; a stable ``torch.sort`` of the same is a radix sort of many launches.
 """
 
 from __future__ import annotations
