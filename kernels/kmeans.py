@@ -23,9 +23,11 @@ from torch.nn.functional import normalize
 
 from tiered_kv.kernels.dispatch import tl, triton, use_triton
 
-# Untuned guesses. Assignment: tokens x clusters a tile; two programs a multiprocessor hide each other's reductions.
+# Untuned; chosen by what the compiler reports for sm_90. Assignment: tokens x clusters a tile. 8 warps take 118
+# registers a thread and 80 KiB of shared memory, so that two programs share a multiprocessor and hide each other's
+# comparisons; 4 warps take 234 registers, and 128 clusters leave room for one program.
 ASSIGN_TILE = (128, 64)
-ASSIGN_WARPS = 4
+ASSIGN_WARPS = 8
 ASSIGN_STAGES = 3
 # Update: clusters a program, tokens listed at once, bytes of tokens gathered at once.
 SUM_CLUSTERS = 16
@@ -153,14 +155,17 @@ def assign_clusters(tokens: torch.Tensor, centroids: torch.Tensor, valid: torch.
     rows, num_tokens, dim = tokens.shape
     num_clusters = centroids.shape[1]
     tokens, centroids = _with_dense_channels(tokens), _with_dense_channels(centroids)
-    block_d, block_t, block_c = _assign_tile(dim, num_clusters, tokens.element_size())
+    block_d = max(16, triton.next_power_of_2(dim))
+    shrink = max(1, block_d * tokens.element_size() // 256)  # the tile is meant for tokens of up to 256 bytes
+    block_t = max(32, ASSIGN_TILE[0] // shrink)
+    block_c = max(16, min(ASSIGN_TILE[1], triton.next_power_of_2(num_clusters)))
     assignment = torch.empty(rows, num_tokens, dtype=torch.int32, device=tokens.device)
     _assign_kernel[triton.cdiv(num_tokens, block_t), rows](
         tokens, centroids, None if valid is None else valid.contiguous(), assignment,
         num_tokens, num_clusters, *tokens.stride()[:2], *centroids.stride()[:2],
         HAS_VALID=valid is not None, IS_EVEN=num_clusters % block_c == 0,
         DIM=dim, BLOCK_D=block_d, BLOCK_T=block_t, BLOCK_C=block_c,
-        num_warps=ASSIGN_WARPS, num_stages=ASSIGN_STAGES,
+        num_warps=max(4, ASSIGN_WARPS // shrink), num_stages=ASSIGN_STAGES if shrink == 1 else 2,
     )  # fmt: skip
     return assignment
 
@@ -242,15 +247,6 @@ def _launch_sum(
         BLOCK_S=min(SUM_LISTED, max(16, triton.next_power_of_2(num_tokens))),
         num_warps=SUM_WARPS, num_stages=SUM_STAGES,
     )  # fmt: skip
-
-
-def _assign_tile(dim: int, num_clusters: int, element_size: int) -> tuple[int, int, int]:
-    """Channels, tokens and clusters a tile: the tuned ones, or less for few clusters and for wide or float32 tokens."""
-    block_d = max(16, triton.next_power_of_2(dim))
-    shrink = max(1, block_d * element_size // 256)  # tuned for rows of 256 bytes
-    block_t = max(32, ASSIGN_TILE[0] // shrink)
-    block_c = max(16, min(ASSIGN_TILE[1] // min(shrink, 2), triton.next_power_of_2(num_clusters)))
-    return block_d, block_t, block_c
 
 
 def _with_dense_channels(x: torch.Tensor) -> torch.Tensor:
