@@ -162,6 +162,7 @@ KERNELS = {
         {
             "PLACE_CLUSTERS": (8, 16, 32),
             "PLACE_TOKENS": (64, 128, 256, 512),
+            "PLACE_STAGES": (1, 3, 4),
             "COUNT_TOKENS": (512, 1024),
             "WARPS": (4, 8),
         },

@@ -99,12 +99,12 @@ def _sum_kernel(
         # The list starts where this program's tokens would start in cluster order, so that programs never overlap.
         scan = tl.arange(0, BLOCK_S)
         before = tl.zeros([BLOCK_S], tl.int32)
-        for start in range(0, num_tokens, BLOCK_S):
+        for start in tl.range(0, num_tokens, BLOCK_S, num_stages=3):
             cluster = tl.load(assignment + start + scan, mask=start + scan < num_tokens, other=num_clusters)
             before += (cluster < first).to(tl.int32)
         members += row * num_tokens + tl.sum(before, 0)
         count = 0
-        for start in range(0, num_tokens, BLOCK_S):
+        for start in tl.range(0, num_tokens, BLOCK_S, num_stages=3):
             cluster = tl.load(assignment + start + scan, mask=start + scan < num_tokens, other=num_clusters)
             is_own = (cluster >= first) & (cluster < last)
             place = count + tl.cumsum(is_own.to(tl.int32), 0) - 1

@@ -15,6 +15,7 @@ from tiered_kv.kernels.dispatch import tl, triton, use_triton
 COUNT_TOKENS = 512
 PLACE_CLUSTERS = 16
 PLACE_TOKENS = 256
+PLACE_STAGES = 3
 WARPS = 4
 
 
@@ -32,7 +33,7 @@ def _count_kernel(assignment, counts, num_tokens, num_clusters, BLOCK_T: tl.cons
 @triton.jit
 def _place_kernel(
     assignment, counts, order, sizes, offsets, num_tokens, num_clusters, cap, pieces,
-    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_C
@@ -66,7 +67,7 @@ def _place_kernel(
             tl.store(offsets + start + scan, tl.zeros([BLOCK_N], tl.int32) + clustered, mask=start + scan < pieces)
 
     next_place = begin
-    for start in range(0, num_tokens, BLOCK_T):
+    for start in tl.range(0, num_tokens, BLOCK_T, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK_T)
         in_row = token < num_tokens
         cluster = tl.minimum(tl.load(assignment + token, mask=in_row, other=0), num_clusters)
@@ -108,7 +109,7 @@ def order_by_cluster(
     _place_kernel[triton.cdiv(num_clusters + 1, PLACE_CLUSTERS), rows](
         assignment, counts, order, sizes, offsets, num_tokens, num_clusters, cap, pieces,
         BLOCK_C=PLACE_CLUSTERS, BLOCK_T=min(PLACE_TOKENS, triton.next_power_of_2(num_tokens)),
-        BLOCK_N=min(1024, triton.next_power_of_2(num_clusters)), num_warps=WARPS,
+        BLOCK_N=min(1024, triton.next_power_of_2(num_clusters)), STAGES=PLACE_STAGES, num_warps=WARPS,
     )  # fmt: skip
     return order, sizes, offsets
 
