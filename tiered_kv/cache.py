@@ -6,14 +6,21 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicSlidingWindowLayer,
+    get_layer_types_and_kwargs,
+)
 
 from tiered_kv import attention
 from tiered_kv.config import TieredKVConfig
 from tiered_kv.errors import TieredKVError
 from tiered_kv.layer import TieredLayer
+from tiered_kv.lockstep import Lane
+from tiered_kv.sliding import SlidingBuffer
 from tiered_kv.stats import collect_stats
-from tiered_kv.window import WindowClock
 
 UNSUPPORTED = {
     "doge": "it derives its mask from the values",
@@ -24,55 +31,50 @@ UNSUPPORTED = {
 
 
 class LayerGroup:
-    """What the tiered layers of one cache share: options, window clocks, and what the forward pass at hand is like.
+    """What the layers of one cache share: options, lanes, and what is known of left padding.
 
-    It knows the layers, and they don't know it, so that a dropped cache gives its memory back at once.
+    It knows the tiered layers, and they don't know it, so that a dropped cache gives its memory back at once.
     """
 
     def __init__(self, config: TieredKVConfig, is_shared: bool) -> None:
         self.config, self.is_shared = config, is_shared
         self.layers: list[TieredLayer] = []
-        self._clocks: dict[torch.device, WindowClock] = {}
-        self._seen_mask: tuple[torch.Tensor, list[int] | None] | None = None
+        self.padding: list[int] | None = None
+        self._lanes: dict[tuple[torch.device, int | None], Lane] = {}
+        self._seen_mask: torch.Tensor | None = None
+
+    def lane(self, device: torch.device, sliding_window: int | None = None) -> Lane:
+        """The lane of the tiered layers on ``device``, or of its sliding layers with that window."""
+        return self._lanes.setdefault((device, sliding_window), Lane(device))
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The lanes that decode steps go through."""
+        return [lane for lane in self._lanes.values() if lane.members]
 
     def new_layer(self, device: torch.device) -> TieredLayer:
         """A layer on ``device``; layers come in the model's order."""
-        clock = self._clocks.setdefault(device, WindowClock(device))
-        self.layers.append(TieredLayer(self.config, clock, self.is_shared))
-        return self.layers[-1]
+        lane = self.lane(device)
+        layer = TieredLayer(self.config, lane.clock, self.is_shared)
+        self.layers.append(layer)
+        lane.members.append(layer)
+        return layer
 
     def remove(self, layer: TieredLayer) -> None:
         """Forget a layer and give its memory back."""
         layer.close()
         self.layers.remove(layer)
-        layer.clock.set(0)
-        self._seen_mask = None
+        self.lane(layer.device).members.remove(layer)
+        self._seen_mask = self.padding = None
 
-    def begin_decode(self, layer: TieredLayer) -> None:
-        """Before ``layer`` takes one token: the first layer makes room in all, the first of each device sets its clock on."""
-        if layer is self.layers[0]:
-            self.make_room()
-        if layer is next(other for other in self.layers if other.clock is layer.clock):
-            layer.clock.advance()
-
-    def make_room(self) -> None:
-        """Make room for one token in every layer: the only part of a decode step that may cluster, store or allocate."""
-        for layer in self.layers:
-            layer.make_room()
-            layer.clock.set(layer.window.length)
-
-    def note_padding(self, layer: TieredLayer, mask: torch.Tensor | None) -> None:
-        """Tell ``layer`` how much left padding ``mask`` ``[batch, tokens]`` shows; looked at once a forward pass.
+    def note_mask(self, mask: torch.Tensor | None) -> None:
+        """Learn from ``mask`` ``[batch, tokens]`` how much left padding there is; looked at once a forward pass.
 
         Raises:
             TieredKVError: Padding elsewhere than on the left.
         """
-        if mask is None:
-            return
-        if self._seen_mask is None or self._seen_mask[0] is not mask:
-            self._seen_mask = (mask, _left_padding(mask))
-        if layer.left_padding != self._seen_mask[1]:
-            layer.set_left_padding(self._seen_mask[1])
+        if mask is not None and mask is not self._seen_mask:
+            self._seen_mask, self.padding = mask, _left_padding(mask)
 
 
 class TieredCacheLayer(CacheLayerMixin):
@@ -102,7 +104,7 @@ class TieredCacheLayer(CacheLayerMixin):
         self._check_batch(key_states)
         self._is_decoding = key_states.shape[2] == 1
         if self._is_decoding:
-            self.group.begin_decode(self.tiered)
+            self.group.lane(self.device).begin_decode(self.tiered)
             self.tiered.append(key_states, value_states)
         else:
             self.tiered.add_chunk(key_states, value_states)
@@ -113,7 +115,9 @@ class TieredCacheLayer(CacheLayerMixin):
         assert self.tiered is not None
         if self._is_decoding:
             return self.tiered.attend_token(query, **options)
-        self.group.note_padding(self.tiered, padding_mask)
+        self.group.note_mask(padding_mask)
+        if self.tiered.left_padding != self.group.padding:
+            self.tiered.set_left_padding(self.group.padding)
         return self.tiered.attend_chunk(query, **options)
 
     def get_seq_length(self) -> int:
@@ -167,6 +171,83 @@ class TieredCacheLayer(CacheLayerMixin):
             )
 
 
+class SlidingCacheLayer(DynamicSlidingWindowLayer):
+    """transformers' sliding-window layer, but for decode steps, which it takes in a :class:`SlidingBuffer`.
+
+    Args:
+        sliding_window: Tokens a query attends to, itself included.
+        group: What the cache's layers share.
+    """
+
+    def __init__(self, sliding_window: int, group: LayerGroup) -> None:
+        super().__init__(sliding_window)
+        self.group = group
+        self.buffer: SlidingBuffer | None = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
+        """Take new keys and values; a single token's stay in the buffer and come back tagged with this layer."""
+        if key_states.shape[2] > 1 or not self.is_initialized or self.record_past:
+            self._leave_buffer()
+            return super().update(key_states, value_states, *args, **kwargs)
+        buffer = self.buffer or self._enter_buffer()
+        self._lane.begin_decode(buffer)
+        buffer.append(key_states, value_states)
+        return attention.tag(self, key_states, value_states)
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        """Attention of the newest token's query; the buffer knows what is padding."""
+        assert self.buffer is not None
+        return self.buffer.attend(query, **options)
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length if self.buffer is None else self.buffer.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self.cumulative_length = self.get_seq_length()
+        return super().get_mask_sizes(query_length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._leave_buffer()
+        super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._leave_buffer()
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._leave_buffer()
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._leave_buffer()
+        super().batch_repeat_interleave(repeats)
+
+    def reset(self) -> None:
+        self._leave_buffer()
+        self.cumulative_length, self.is_initialized = 0, False
+
+    @property
+    def _lane(self) -> Lane:
+        return self.group.lane(self.device, self.sliding_window)
+
+    def _enter_buffer(self) -> SlidingBuffer:
+        self.buffer = SlidingBuffer(
+            self.keys, self.values, sliding_window=self.sliding_window, seen=self.cumulative_length,
+            padding=self.group.padding, clock=self._lane.clock,
+        )  # fmt: skip
+        self._lane.members.append(self.buffer)
+        self.keys = self.values = None
+        return self.buffer
+
+    def _leave_buffer(self) -> None:
+        """Back to keys and values as transformers keeps them."""
+        if self.buffer is not None:
+            self.keys, self.values = self.buffer.newest()
+            self.cumulative_length = self.buffer.seen
+            self._lane.members.remove(self.buffer)
+            self.buffer = None
+
+
 class TieredCache(Cache):
     """A KV cache whose full-attention layers live in tiers; pass it as ``past_key_values``.
 
@@ -196,12 +277,14 @@ class TieredCache(Cache):
         text_config = config.get_text_config(decoder=True)
         types, options = _layer_types(text_config)
         self.group = LayerGroup(self.kv_config, is_shared=bool(getattr(text_config, "num_kv_shared_layers", None)))
-        super().__init__(
-            layers=[
-                TieredCacheLayer(self.group) if t == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[t](**options)
-                for t in types
-            ]
-        )
+        super().__init__(layers=[self._new_layer(kind, options) for kind in types])
+
+    def _new_layer(self, kind: str, options: dict[str, Any]) -> Any:
+        if kind == "full_attention":
+            return TieredCacheLayer(self.group)
+        if kind == "sliding_attention":
+            return SlidingCacheLayer(options["sliding_window"], self.group)
+        return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
 
     def stats(self) -> dict[str, Any]:
         """Counters and memory by tier; waits for the device. See :func:`tiered_kv.stats.collect_stats`."""

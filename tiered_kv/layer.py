@@ -170,20 +170,36 @@ class TieredLayer:
             tokens = self._store_segment(tokens, self._prefill_segment())
         self._show_window(tokens, capacity=tokens.shape[1])
 
+    @property
+    def window_length(self) -> int:
+        return self.window.length
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the window takes a token more as it is."""
+        if self._chunk is not None:
+            return False
+        if self.length < self.config.dense_until:
+            return self.window.length < self.window.capacity
+        return self.window.capacity == self._full_window and self.window.length < self._full_window
+
+    @property
+    def _full_window(self) -> int:
+        return self.config.window_size + self.config.decode_segment
+
     def make_room(self) -> None:
-        """Before a decode step: make room in the window for one token more, by clustering its older part when it is full."""
+        """Before a decode step: make room in the window for a token more, by clustering its older part when it is full."""
         self._settle()
-        full = self.config.window_size + self.config.decode_segment
         if self.length < self.config.dense_until:
             self.window.reserve(self.window.length + 1)
-        elif self.window.length >= full:
+        elif self.window.length >= self._full_window:
             tokens = self.window.tokens
             while tokens.shape[1] > self.config.window_size:
                 count = min(self._prefill_segment(), tokens.shape[1] - self.config.window_size)
                 tokens = self._store_segment(tokens, count)
-            self._show_window(tokens, capacity=full)
-        elif self.window.capacity != full:
-            self._show_window(self.window.tokens, capacity=full)
+            self._show_window(tokens, capacity=self._full_window)
+        elif self.window.capacity != self._full_window:
+            self._show_window(self.window.tokens, capacity=self._full_window)
         self.engine.wait_for_offloads()
 
     def _prefill_segment(self) -> int:
@@ -254,7 +270,12 @@ class TieredLayer:
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Take the newest token's key and value, ``[batch, kv_heads, 1, dim]``; :meth:`make_room` came before."""
-        self.window.append(self._as_rows(key.detach(), value.detach()))
+        self.window.append(key.detach(), value.detach())
+        self.note_appended()
+
+    def note_appended(self) -> None:
+        """Count the token that the device appended."""
+        self.window.length += 1
         self.length += 1
 
     def attend_token(
@@ -294,6 +315,14 @@ class TieredLayer:
         attended = Attended(self.cluster_cache.slots, slots, selection.lengths)
         estimated = Estimated(logits, t.sizes, selection.chosen, t.mean_values, t.value_scales) if c.estimate else None
         return attended, estimated
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where a captured decode step reads and writes; it must be captured anew when any of them changes."""
+        tensors = [self.window.buffer, self.window.num_sinks, self.window.start, self.counters]
+        if self.index.tables is not None and self.cluster_cache is not None and self.store is not None:
+            tensors += [table for _, table in self.index.tables.items()]
+            tensors += [self.cluster_cache.slots, *self.cluster_cache.tables, self.store.tokens]
+        return tuple(tensor.data_ptr() for tensor in tensors)
 
     def crop(self, tokens: int) -> None:
         """Drop the newest ``tokens`` tokens. Segments that are cut into come back into the window whole, but for those."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tiered_kv.kernels.append import append_token
 from tiered_kv.kernels.attend import Recent
 
 GROWTH = 512
@@ -81,11 +82,9 @@ class Window:
         """What attention reads."""
         return Recent(self.buffer, self.num_sinks, self.start, self.clock.length, self.sink_capacity)
 
-    def append(self, tokens: torch.Tensor) -> None:
-        """Write the newest token ``[rows, 1, width]`` at the place the device's clock gives; no host value is read."""
-        place = self.clock.length.long() + (self.sink_capacity - 1)
-        self.buffer.index_copy_(1, place, tokens)
-        self.length += 1
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the newest token's ``[batch, kv_heads, 1, dim]`` at the place the clock gives; ``length`` is not changed."""
+        append_token(self.buffer, key, value, self.clock.length, self.sink_capacity)
 
     def replace(self, tokens: torch.Tensor, capacity: int) -> None:
         """Let ``tokens`` ``[rows, length, width]`` be the window, in a buffer with room for ``capacity`` of them."""

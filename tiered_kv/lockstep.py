@@ -1,0 +1,54 @@
+"""Layers that move in step: each takes one token per decode step, so one clock on the device serves them all."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from tiered_kv.window import WindowClock
+
+
+class Member(Protocol):
+    """A layer's window, as seen by its lane."""
+
+    @property
+    def window_length(self) -> int: ...
+
+    @property
+    def has_room(self) -> bool: ...
+
+    def make_room(self) -> None: ...
+
+    def note_appended(self) -> None: ...
+
+
+class Lane:
+    """The layers of one kind on one device, in the model's order, and the clock they share.
+
+    All that changes shapes or addresses happens in :meth:`make_room`, between steps; what remains of a step reads the
+    clock on the device and can be captured and replayed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = WindowClock(device)
+        self.members: list[Any] = []
+
+    def begin_decode(self, member: Member) -> None:
+        """Before ``member`` takes one token: the first member makes room in all and sets the clock on."""
+        if member is self.members[0]:
+            self.make_room()
+            self.clock.advance()
+
+    def make_room(self) -> None:
+        """Make room for one token in every member: the only part of a step that may cluster, store or allocate."""
+        if not self.members[0].has_room:
+            for member in self.members:
+                member.make_room()
+        self.clock.set(self.members[0].window_length)
+
+    def note_step(self) -> None:
+        """Count a step that the device took by itself, in a replayed graph."""
+        self.clock.host_length += 1
+        for member in self.members:
+            member.note_appended()
