@@ -32,7 +32,7 @@ ROUNDING = {
 SHAPES = [
     (2, 203, 37, 64, HALF),
     (1, 131, 13, 80, torch.float32),
-    (2, 70, 65, 96, HALF),
+    (2, 70, 150, 96, HALF),
     (1, 67, 33, 128, torch.float32),
     (1, 45, 20, 256, HALF),
     (3, 1, 1, 64, HALF),
@@ -59,7 +59,7 @@ def some_of(rows, tokens):
 @pytest.mark.parametrize(("rows", "tokens", "clusters", "dim", "dtype"), SHAPES)
 def test_assignment_breaks_ties_as_argmax_does(rows, tokens, clusters, dim, dtype):
     x, mu = integers(rows, tokens, dim, dtype=dtype), integers(rows, clusters, dim, dtype=dtype)
-    mu[:, clusters // 2 :] = mu[:, : clusters - clusters // 2].clone()
+    mu = mu[:, torch.arange(clusters, device=DEVICE) % 32]  # equal ones in the same column of different tiles too
     with force_backend("triton"):
         nearest = assign_clusters(x, mu)
     assert nearest.dtype == torch.int32
