@@ -2,9 +2,14 @@
 
 A cluster that is not attended counts as ``size`` tokens of logit ``logits`` and its mean value:
 
-    out = (Σ_attended exp(s_i)·v_i + Σ_rest size_c·exp(l_c)·v̄_c) / (Σ_attended exp(s_i) + Σ_rest size_c·exp(l_c) + exp(sink))
+          Σ_attended exp(s_i)·v_i + Σ_rest size_c·exp(l_c)·v̄_c
+    out = ─────────────────────────────────────────────────────────
+          Σ_attended exp(s_i) + Σ_rest size_c·exp(l_c) + exp(sink)
 
-computed in pieces that are merged by log-sum-exp. ``attention_sinks`` are gpt-oss's learned logits: weight without a value.
+computed in pieces merged by log-sum-exp. ``attention_sinks`` are gpt-oss's learned logits: weight without value.
+
+On the GPU a piece is a program: a run of tiles of blocks, of sinks and window, or of clusters (split over the sequence
+as in Flash-Decoding). A tile of 64 tokens gathers 8 blocks: the matrix products are full although a block has 8 tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +18,25 @@ from typing import NamedTuple
 
 import torch
 
+from tiered_kv.kernels.dispatch import check_contiguous, tl, triton, use_triton
+
+# Untuned. A tile of tokens is 32 KiB (64 of them at head_dim 128 in bf16), one of int8 mean values 16 KiB (128
+# clusters); 8 rows of the 128k shape are 8 × (48 + 7 + 64) tiles, about one to a program.
+TILE_BYTES = 32768
+ESTIMATE_TILE_BYTES = 16384
+PROGRAMS = 1024
+MAX_PIECES = 128
+NUM_WARPS = 4
+NUM_STAGES = 2
+MERGE_DIMS = 32
+MERGE_WARPS = 4
+
 
 class Recent(NamedTuple):
     """Sinks and window of a layer, in one buffer.
 
     Attributes:
-        tokens: ``[rows, sink_capacity + window_capacity, width]`` sinks first; a token is its key and value side by side.
+        tokens: ``[rows, sink_capacity + window_capacity, width]`` sinks first; a token is its key and value in a row.
         num_sinks: ``[rows]`` int32 sinks present.
         window_start: ``[rows]`` int32 first valid place of the window (left padding before it).
         window_length: ``[1]`` int32 places of the window in use.
@@ -64,6 +82,156 @@ class Estimated(NamedTuple):
     value_scales: torch.Tensor
 
 
+@triton.jit
+def _add_tile(logits, values, value_scales, maximum, total, out, HAS_SCALES: tl.constexpr):
+    """Online softmax; ``logits`` ``[heads, tile]`` in base 2, -inf for no token, ``values`` ``[tile, dim]``."""
+    new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
+    decay = tl.exp2(maximum - new_maximum)
+    weights = tl.exp2(logits - new_maximum[:, None])
+    total = total * decay + tl.sum(weights, axis=1)
+    out = out * decay[:, None]
+    if HAS_SCALES:
+        # Scales go into the weights, one product a cluster; relative to the largest, so that fp16 holds them.
+        largest = tl.maximum(tl.max(value_scales, axis=0), 1.0e-30)
+        weights = weights * (value_scales / largest)[None, :]
+        out += tl.dot(weights.to(values.dtype), values, input_precision="ieee") * largest
+    else:
+        out = tl.dot(weights.to(values.dtype), values, out, input_precision="ieee")
+    return new_maximum, total, out
+
+
+@triton.jit
+def _add_tokens(
+    query, token_ptr, valid, maximum, total, out, scale, softcap,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Attend to a tile of tokens: ``token_ptr`` ``[tile]`` points at their keys, values beside them."""
+    key_dim = tl.arange(0, KEY_PADDED)
+    value_dim = tl.arange(0, VALUE_PADDED)
+    key_mask = valid[None, :] & (key_dim < KEY_DIM)[:, None]
+    value_mask = valid[:, None] & (value_dim < VALUE_DIM)[None, :]
+    keys = tl.load(token_ptr[None, :] + key_dim[:, None], mask=key_mask, other=0.0)
+    values = tl.load(token_ptr[:, None] + KEY_DIM + value_dim[None, :], mask=value_mask, other=0.0)
+    logits = tl.dot(query, keys, input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        logits = softcap * (2.0 * tl.sigmoid(logits * (2.0 / softcap)) - 1.0)  # tanh
+    logits = tl.where(valid[None, :], logits * 1.4426950408889634, float("-inf"))
+    return _add_tile(logits, values, None, maximum, total, out, HAS_SCALES=False)
+
+
+@triton.jit
+def attend_kernel(
+    query_ptr, recent_ptr, num_sinks_ptr, window_start_ptr, window_length_ptr, cache_ptr, slot_ptr, length_ptr,
+    logit_ptr, size_ptr, chosen_ptr, mean_ptr, mean_scale_ptr, out_ptr, lse_ptr,
+    recent_capacity, sink_capacity, num_slots, max_blocks, clusters, scale, softcap,
+    block_pieces, recent_pieces, tiles,
+    GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    CLUSTER_TILE: tl.constexpr, HAS_ATTENDED: tl.constexpr, HAS_ESTIMATED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One piece of one row: ``tiles`` tiles of blocks (the first), of recent tokens, or of clusters (the last)."""
+    row = tl.program_id(1).to(tl.int64)
+    piece = tl.program_id(0)
+    head = tl.arange(0, GROUP_PADDED)
+    in_group = head < GROUP
+    key_dim = tl.arange(0, KEY_PADDED)
+    value_dim = tl.arange(0, VALUE_PADDED)
+    width: tl.constexpr = KEY_DIM + VALUE_DIM
+    maximum = tl.full([GROUP_PADDED], -1.0e30, tl.float32)  # finite, so that no difference is NaN
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    out = tl.zeros([GROUP_PADDED, VALUE_PADDED], tl.float32)
+    query_mask = in_group[:, None] & (key_dim < KEY_DIM)[None, :]
+    query_at = query_ptr + (row * GROUP + head[:, None]) * KEY_DIM + key_dim[None, :]
+
+    if piece < block_pieces:
+        if HAS_ATTENDED:
+            query = tl.load(query_at, mask=query_mask, other=0.0)
+            first = piece * tiles * TILE
+            # Padding comes last in the list, so a piece whose first block is padding has nothing at all.
+            count = tl.load(length_ptr + row * max_blocks + first // BLOCK_SIZE)
+            for tile in range(0, tiles * (count > 0).to(tl.int32)):
+                token = first + tile * TILE + tl.arange(0, TILE)
+                block = token // BLOCK_SIZE
+                in_list = block < max_blocks
+                length = tl.load(length_ptr + row * max_blocks + block, mask=in_list, other=0)
+                slot = tl.load(slot_ptr + row * max_blocks + block, mask=in_list, other=0)
+                place = (row * num_slots + slot) * BLOCK_SIZE + token % BLOCK_SIZE
+                maximum, total, out = _add_tokens(
+                    query, cache_ptr + place * width, token % BLOCK_SIZE < length, maximum, total, out, scale, softcap,
+                    KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, HAS_SOFTCAP,
+                )  # fmt: skip
+    elif piece < block_pieces + recent_pieces:
+        query = tl.load(query_at, mask=query_mask, other=0.0)
+        num_sinks = tl.load(num_sinks_ptr + row)
+        window_start = sink_capacity + tl.maximum(tl.load(window_start_ptr + row), 0)
+        window_end = tl.minimum(sink_capacity + tl.load(window_length_ptr), recent_capacity)
+        first = (piece - block_pieces) * tiles * TILE
+        last = tl.minimum(first + tiles * TILE, tl.where(window_start < window_end, window_end, num_sinks))
+        for start in range(first, last, TILE):
+            token = start + tl.arange(0, TILE)
+            is_sink = (token < num_sinks) & (token < sink_capacity)
+            valid = is_sink | ((token >= window_start) & (token < window_end))
+            maximum, total, out = _add_tokens(
+                query, recent_ptr + (row * recent_capacity + token) * width, valid, maximum, total, out, scale, softcap,
+                KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, HAS_SOFTCAP,
+            )  # fmt: skip
+    else:
+        if HAS_ESTIMATED:
+            first = (piece - block_pieces - recent_pieces) * tiles * CLUSTER_TILE
+            for start in range(first, tl.minimum(first + tiles * CLUSTER_TILE, clusters), CLUSTER_TILE):
+                cluster = start + tl.arange(0, CLUSTER_TILE)
+                place = row * clusters + cluster
+                size = tl.load(size_ptr + place, mask=cluster < clusters, other=0)
+                chosen = tl.load(chosen_ptr + place, mask=cluster < clusters, other=1)
+                valid = (size > 0) & (chosen == 0)
+                logit_at = logit_ptr + (row * GROUP + head[:, None]) * clusters + cluster[None, :]
+                logits = tl.load(logit_at, mask=in_group[:, None] & valid[None, :], other=0.0) * 1.4426950408889634
+                logits = logits + tl.log2(tl.maximum(size, 1).to(tl.float32))[None, :]
+                logits = tl.where(valid[None, :], logits, float("-inf"))
+                mean_mask = valid[:, None] & (value_dim < VALUE_DIM)[None, :]
+                mean = tl.load(mean_ptr + place[:, None] * VALUE_DIM + value_dim[None, :], mask=mean_mask, other=0)
+                mean_scale = tl.load(mean_scale_ptr + place, mask=valid, other=0.0)
+                if mean.dtype != tl.float32:
+                    mean = mean.to(query_ptr.dtype.element_ty)
+                maximum, total, out = _add_tile(logits, mean, mean_scale, maximum, total, out, HAS_SCALES=True)
+
+    piece_at = (row * tl.num_programs(0) + piece) * GROUP + head
+    is_something = in_group & (total > 0)  # a piece of nothing leaves its output unwritten
+    total = tl.where(is_something, total, 1.0)
+    lse = tl.where(is_something, maximum + tl.log2(total), float("-inf"))
+    tl.store(lse_ptr + piece_at, lse, mask=in_group)
+    out_mask = is_something[:, None] & (value_dim < VALUE_DIM)[None, :]
+    tl.store(out_ptr + piece_at[:, None] * VALUE_DIM + value_dim[None, :], out / total[:, None], mask=out_mask)
+
+
+@triton.jit
+def merge_kernel(
+    piece_ptr, lse_ptr, sink_ptr, out_ptr, pieces,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, PIECES_PADDED: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """Merge the pieces of one query head by log-sum-exp (base 2), a few channels a program."""
+    row_head = tl.program_id(0).to(tl.int64)
+    row, head = row_head // GROUP, row_head % GROUP
+    piece = tl.arange(0, PIECES_PADDED)
+    dim = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
+    place = (row * pieces + piece) * GROUP + head
+    lse = tl.load(lse_ptr + place, mask=piece < pieces, other=float("-inf"))
+    mask = (lse > float("-inf"))[:, None] & (dim < VALUE_DIM)[None, :]
+    outs = tl.load(piece_ptr + place[:, None] * VALUE_DIM + dim[None, :], mask=mask, other=0.0)
+    maximum = tl.max(lse, axis=0)
+    if HAS_SINK:
+        sink = tl.load(sink_ptr + row_head) * 1.4426950408889634
+        maximum = tl.maximum(maximum, sink)
+    weights = tl.exp2(lse - maximum)
+    total = tl.sum(weights, axis=0)
+    if HAS_SINK:
+        total += tl.exp2(sink - maximum)
+    out = tl.sum(outs * weights[:, None], axis=0) / total
+    tl.store(out_ptr + row_head * VALUE_DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < VALUE_DIM)
+
+
 def attend(
     query: torch.Tensor,
     recent: Recent,
@@ -88,9 +256,60 @@ def attend(
     Returns:
         ``[rows, group, value_dim]`` in the query's dtype.
     """
-    return attend_reference(
-        query, recent, attended, estimated, scale=scale, softcap=softcap, attention_sinks=attention_sinks
+    if not use_triton(query):
+        return attend_reference(
+            query, recent, attended, estimated, scale=scale, softcap=softcap, attention_sinks=attention_sinks
+        )
+    check_contiguous(query=query, attention_sinks=attention_sinks, tokens=recent.tokens)
+    rows, group, key_dim = query.shape
+    value_dim = recent.tokens.shape[2] - key_dim
+    key_padded, value_padded = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    tile = _tile(TILE_BYTES, 2 * max(key_padded, value_padded) * query.element_size())
+    cache = slots = lengths = logits = sizes = chosen = means = mean_scales = None
+    num_slots = max_blocks = clusters = cluster_tile = 0
+    block_size = 1
+    if attended is not None:
+        cache, slots, lengths = attended
+        check_contiguous(cache=cache, slots=slots, lengths=lengths)
+        num_slots, block_size, max_blocks = cache.shape[1], cache.shape[2], slots.shape[1]
+    if estimated is not None:
+        logits, sizes, chosen, means, mean_scales = estimated
+        check_contiguous(logits=logits, sizes=sizes, chosen=chosen, mean_values=means, value_scales=mean_scales)
+        clusters, chosen = sizes.shape[1], chosen.view(torch.uint8)
+        cluster_tile = _tile(ESTIMATE_TILE_BYTES, value_padded * means.element_size())
+
+    tile_counts = (
+        triton.cdiv(max_blocks * block_size, tile),
+        triton.cdiv(recent.tokens.shape[1], tile),
+        triton.cdiv(clusters, max(1, cluster_tile)),
     )
+    tiles = max(1, triton.cdiv(rows * sum(tile_counts), PROGRAMS), triton.cdiv(sum(tile_counts), MAX_PIECES - 3))
+    block_pieces, recent_pieces, estimate_pieces = (triton.cdiv(count, tiles) for count in tile_counts)
+    pieces = block_pieces + recent_pieces + estimate_pieces
+    parts = torch.empty(rows, pieces, group, value_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(rows, pieces, group, dtype=torch.float32, device=query.device)
+    out = torch.empty(rows, group, value_dim, dtype=query.dtype, device=query.device)
+    attend_kernel[(pieces, rows)](
+        query, recent.tokens, recent.num_sinks, recent.window_start, recent.window_length, cache, slots, lengths,
+        logits, sizes, chosen, means, mean_scales, parts, lse,
+        recent.tokens.shape[1], recent.sink_capacity, num_slots, max_blocks, clusters, scale, softcap or 1.0,
+        block_pieces, recent_pieces, tiles,
+        GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)), KEY_DIM=key_dim, KEY_PADDED=key_padded,
+        VALUE_DIM=value_dim, VALUE_PADDED=value_padded, BLOCK_SIZE=block_size, TILE=tile,
+        CLUSTER_TILE=max(16, cluster_tile), HAS_ATTENDED=attended is not None, HAS_ESTIMATED=estimated is not None,
+        HAS_SOFTCAP=softcap is not None, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    merge_kernel[(rows * group, triton.cdiv(value_dim, MERGE_DIMS))](
+        parts, lse, attention_sinks, out, pieces,
+        GROUP=group, VALUE_DIM=value_dim, DIMS=MERGE_DIMS, PIECES_PADDED=triton.next_power_of_2(pieces),
+        HAS_SINK=attention_sinks is not None, num_warps=MERGE_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _tile(tile_bytes: int, item_bytes: int) -> int:
+    """Items of a tile, a power of two of at least 16 because tl.dot takes no fewer."""
+    return max(16, tile_bytes // item_bytes)
 
 
 def attend_reference(query, recent, attended, estimated, *, scale, softcap=None, attention_sinks=None) -> torch.Tensor:
@@ -120,7 +339,8 @@ def _recent_mask(recent: Recent) -> torch.Tensor:
     place = torch.arange(recent.tokens.shape[1], device=recent.tokens.device)[None]
     in_window = place - recent.sink_capacity
     is_sink = (in_window < 0) & (place < recent.num_sinks[:, None])
-    return is_sink | ((in_window >= recent.window_start[:, None]) & (in_window >= 0) & (in_window < recent.window_length))
+    from_start = (in_window >= 0) & (in_window >= recent.window_start[:, None])
+    return is_sink | (from_start & (in_window < recent.window_length))
 
 
 def _append_blocks(tokens, valid, attended: Attended):

@@ -1,7 +1,7 @@
 """Which implementation serves a tensor: the Triton kernel, or the torch reference beside it.
 
-Every kernel file takes ``triton`` and ``tl`` from here, so that the package imports (and the references run) where there is
-no Triton: it is published for Linux only.
+Kernel files take ``triton`` and ``tl`` from here, so that the package imports, and the references run, where there is
+no Triton (it is published for Linux only).
 """
 
 from __future__ import annotations
