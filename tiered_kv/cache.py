@@ -65,7 +65,11 @@ class LayerGroup:
         layer.close()
         self.layers.remove(layer)
         self.lane(layer.device).members.remove(layer)
-        self._seen_mask = self.padding = None
+        self.set_padding(None)
+
+    def set_padding(self, padding: list[int] | None) -> None:
+        """Take the left padding of each sequence from elsewhere than a mask."""
+        self.padding, self._seen_mask = padding, None
 
     def note_mask(self, mask: torch.Tensor | None) -> None:
         """Learn from ``mask`` ``[batch, tokens]`` how much left padding there is; looked at once a forward pass.
@@ -102,7 +106,7 @@ class TieredCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.tiered is not None
         self._check_batch(key_states)
-        self._is_decoding = key_states.shape[2] == 1
+        self._is_decoding = key_states.shape[2] == 1 and self.tiered.has_begun
         if self._is_decoding:
             self.group.lane(self.device).begin_decode(self.tiered)
             self.tiered.append(key_states, value_states)
@@ -140,6 +144,7 @@ class TieredCacheLayer(CacheLayerMixin):
         if self.tiered is not None and count:
             count = -count if count < 0 else max(0, self.tiered.length - count)
             self.tiered.crop(min(count, self.tiered.length))
+            self.group.set_padding(self.tiered.left_padding)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence i becomes what sequence ``beam_idx[i]`` was; the host store is not copied."""
@@ -148,6 +153,7 @@ class TieredCacheLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.tiered is not None:
             self.tiered.select_sequences(torch.arange(self.batch_size)[indices.cpu()].tolist())
+            self.group.set_padding(self.tiered.left_padding)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
@@ -285,6 +291,21 @@ class TieredCache(Cache):
         if kind == "sliding_attention":
             return SlidingCacheLayer(options["sliding_window"], self.group)
         return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
+
+    def capture_obstacle(self) -> str | None:
+        """Why decode steps of this cache cannot be captured in a CUDA graph, if so."""
+        kinds = {type(layer).__name__ for layer in self.layers} - {TieredCacheLayer.__name__, SlidingCacheLayer.__name__}
+        if kinds:
+            return f"layers of kind {', '.join(sorted(kinds))} change their addresses"
+        if len({layer.device for layer in self.group.layers}) > 1:
+            return "the model's layers are on several devices"
+        return None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether every layer took its last token in a decode step."""
+        sliding = [layer for layer in self.layers if isinstance(layer, SlidingCacheLayer)]
+        return all(layer.buffer is not None for layer in sliding)
 
     def stats(self) -> dict[str, Any]:
         """Counters and memory by tier; waits for the device. See :func:`tiered_kv.stats.collect_stats`."""

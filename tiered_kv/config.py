@@ -37,6 +37,7 @@ class TieredKVConfig:
             estimates; 0 stores no variances.
         spread_limit: Upper bound of that term in the estimate (natural log units).
         dense_context: Context length up to which attention is exact and nothing is clustered; ``None`` means ``token_budget``.
+        cuda_graph: Replay decode steps from a CUDA graph; ``None`` means where the model and its layers allow it.
         pin_memory: Page-lock the host store so that the GPU can read it directly; ``None`` means when the model is on CUDA.
         host_memory_limit: Most bytes the host store may take; ``None`` means what the machine (or its cgroup) has free.
         gpu_memory_limit: Most bytes KV and index may take on the GPU; ``None`` means what is free.
@@ -64,6 +65,7 @@ class TieredKVConfig:
     spread: float = 0.5
     spread_limit: float = 1.5
     dense_context: int | None = None
+    cuda_graph: bool | None = None
     pin_memory: bool | None = None
     host_memory_limit: int | None = None
     gpu_memory_limit: int | None = None

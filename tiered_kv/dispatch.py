@@ -11,6 +11,7 @@ from tiered_kv import attention, generation
 from tiered_kv.cache import TieredCache
 from tiered_kv.config import TieredKVConfig
 from tiered_kv.errors import TieredKVError
+from tiered_kv.graphs import DecodeGraph
 
 
 def dispatch_kv_cache(model: Any, config: TieredKVConfig | None = None, **options: Any) -> Any:
@@ -51,6 +52,8 @@ def dispatch_kv_cache(model: Any, config: TieredKVConfig | None = None, **option
     if model.config.get_text_config(decoder=True)._attn_implementation != attention.NAME:
         raise TieredKVError(f"{type(model).__name__} does not call attention through transformers' attention interface")
     model._tiered_kv = generation.Dispatch(config, key, previous)
+    if config.cuda_graph is not False:
+        _install_graph(model, model._tiered_kv)
     model.generate = types.MethodType(generation.generate, model)
     model.kv_cache_stats = types.MethodType(kv_cache_stats, model)
     return model
@@ -63,6 +66,8 @@ def remove_kv_dispatch(model: Any) -> Any:
         return model
     model.__dict__.pop("generate", None)
     model.__dict__.pop("kv_cache_stats", None)
+    if dispatch.graph is not None:
+        _remove_graph(model, dispatch)
     _set_attention(model, dispatch.text_config_key, dispatch.previous_attention)
     return model
 
@@ -89,6 +94,23 @@ def _check_model(model: Any) -> None:
         raise TieredKVError(f"{type(model).__name__} is an encoder-decoder model; a tiered cache serves decoders only")
     attention.register()
     TieredCache(model.config)  # raises for a model without layers to keep in tiers
+
+
+def _install_graph(model: Any, dispatch: generation.Dispatch) -> None:
+    """Let decode steps come from a CUDA graph, which a model on the CPU never notices."""
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+    moved = places & {"cpu", "disk"} if len(places) > 1 else set()
+    refusal = "accelerate moves the model's weights, so their addresses change" if moved else None
+    dispatch.previous_forward = model.__dict__.get("forward")
+    dispatch.graph = DecodeGraph(model.forward, refusal)
+    model.forward = dispatch.graph
+
+
+def _remove_graph(model: Any, dispatch: generation.Dispatch) -> None:
+    if dispatch.previous_forward is None:
+        model.__dict__.pop("forward", None)
+    else:
+        model.forward = dispatch.previous_forward
 
 
 def _text_config_key(model: Any) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tiered_kv import attention
 from tiered_kv.cache import TieredCache
 from tiered_kv.config import TieredKVConfig
 from tiered_kv.errors import TieredKVError
+from tiered_kv.graphs import DecodeGraph
 
 Progress = Callable[[int, int], None]
 
@@ -24,6 +26,8 @@ class Dispatch:
     config: TieredKVConfig
     text_config_key: str | None
     previous_attention: str
+    graph: DecodeGraph | None = None
+    previous_forward: Callable[..., Any] | None = None
     last_stats: dict[str, Any] | None = None
     _last_cache: Callable[[], TieredCache | None] = field(default=lambda: None)
 
@@ -34,13 +38,22 @@ class Dispatch:
         """Numbers of the newest cache, as it is or as it was when ``generate()`` ended."""
         cache = self._last_cache()
         if cache is not None:
-            return cache.stats()
+            return self._with_graph(cache.stats())
         if self.last_stats is None:
             raise TieredKVError("kv_cache_stats(): nothing was generated yet")
         return self.last_stats
 
+    def note_end(self, cache: TieredCache) -> None:
+        """Keep the numbers of a cache that may go now."""
+        self.last_stats = self._with_graph(cache.stats())
+
+    def _with_graph(self, stats: dict[str, Any]) -> dict[str, Any]:
+        captures, replays = (self.graph.captures, self.graph.replays) if self.graph else (0, 0)
+        return stats | {"graph_captures": captures, "graph_replays": replays}
+
     def __deepcopy__(self, memo: dict) -> Dispatch:
-        return Dispatch(self.config, self.text_config_key, self.previous_attention, self.last_stats)
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and not f.name.startswith("_")}
+        return Dispatch(**kept | {name: deepcopy(kept[name], memo) for name in ("graph", "previous_forward")})
 
 
 def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +70,7 @@ def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs
         return stock(self, inputs, *args, **kwargs)
     finally:
         attention.clear()
-        dispatch.last_stats = cache.stats()
+        dispatch.note_end(cache)
 
 
 def _wants_tiered_cache(model: Any, kwargs: dict[str, Any]) -> bool:

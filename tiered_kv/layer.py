@@ -100,6 +100,11 @@ class TieredLayer:
         """Tokens that have left the window: the position of its oldest token."""
         return self.segments[-1].start + self.segments[-1].length if self.segments else 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether every sequence has a token that is not padding; before that a single token is no decode step."""
+        return self.length > max(self.left_padding or [0])
+
     def set_left_padding(self, padding: list[int] | None) -> None:
         """Padding tokens at the beginning of each sequence, of those that came so far; ``None`` for none anywhere."""
         self.left_padding = padding
@@ -278,6 +283,15 @@ class TieredLayer:
         self.window.length += 1
         self.length += 1
 
+    @property
+    def counted(self) -> tuple[int, int]:
+        """Tokens in the window and in all, as the host counts them."""
+        return self.window.length, self.length
+
+    def recount(self, counted: tuple[int, int]) -> None:
+        """Set what :attr:`counted` gives."""
+        self.window.length, self.length = counted
+
     def attend_token(
         self,
         query: torch.Tensor,
@@ -331,6 +345,9 @@ class TieredLayer:
         while self.clustered > self.length:
             self._unstore_last_segment()
         self.window.length = self.length - self.clustered
+        if self.left_padding is not None:
+            padding = [min(p, self.length) for p in self.left_padding]
+            self.set_left_padding(padding if any(padding) else None)
         self._place_window()
 
     def _unstore_last_segment(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -22,17 +22,29 @@ class Member(Protocol):
 
     def note_appended(self) -> None: ...
 
+    @property
+    def counted(self) -> tuple[int, int]: ...
+
+    def recount(self, counted: tuple[int, int]) -> None: ...
+
+    def addresses(self) -> tuple[int, ...]: ...
+
 
 class Lane:
     """The layers of one kind on one device, in the model's order, and the clock they share.
 
     All that changes shapes or addresses happens in :meth:`make_room`, between steps; what remains of a step reads the
     clock on the device and can be captured and replayed.
+
+    Attributes:
+        members: The windows of the layers.
+        changes: How often members made room: addresses may have changed then, and only then.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.clock = WindowClock(device)
-        self.members: list[Any] = []
+        self.members: list[Member] = []
+        self.changes = 0
 
     def begin_decode(self, member: Member) -> None:
         """Before ``member`` takes one token: the first member makes room in all and sets the clock on."""
@@ -43,9 +55,16 @@ class Lane:
     def make_room(self) -> None:
         """Make room for one token in every member: the only part of a step that may cluster, store or allocate."""
         if not self.members[0].has_room:
+            self.changes += 1
             for member in self.members:
                 member.make_room()
         self.clock.set(self.members[0].window_length)
+
+    def recount(self, length: int, members: list[tuple[int, int]]) -> None:
+        """Take back what was counted since ``clock.host_length`` and the members' ``counted`` were these."""
+        self.clock.host_length = length
+        for member, counted in zip(self.members, members, strict=True):
+            member.recount(counted)
 
     def note_step(self) -> None:
         """Count a step that the device took by itself, in a replayed graph."""

@@ -76,6 +76,15 @@ class SlidingBuffer:
         self.length += 1
         self.seen += 1
 
+    @property
+    def counted(self) -> tuple[int, int]:
+        """Tokens in the buffer and in all, as the host counts them."""
+        return self.length, self.seen
+
+    def recount(self, counted: tuple[int, int]) -> None:
+        """Set what :attr:`counted` gives."""
+        self.length, self.seen = counted
+
     def attend(
         self, query: torch.Tensor, *, attention_sinks: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
