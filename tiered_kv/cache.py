@@ -304,8 +304,19 @@ class TieredCache(Cache):
     @property
     def is_decoding(self) -> bool:
         """Whether every layer took its last token in a decode step."""
-        sliding = [layer for layer in self.layers if isinstance(layer, SlidingCacheLayer)]
-        return all(layer.buffer is not None for layer in sliding)
+        has_begun = all(layer.has_begun for layer in self.group.layers[:1])
+        return has_begun and all(layer.buffer is not None for layer in self._sliding_layers)
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether :meth:`crop` can drop the newest token: not once a sliding window has passed over the first one."""
+        return all(
+            layer.record_past or layer.get_seq_length() < layer.sliding_window for layer in self._sliding_layers
+        )
+
+    @property
+    def _sliding_layers(self) -> list[SlidingCacheLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlidingCacheLayer)]
 
     def stats(self) -> dict[str, Any]:
         """Counters and memory by tier; waits for the device. See :func:`tiered_kv.stats.collect_stats`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -60,22 +61,23 @@ def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs
     """``generate()`` of a dispatched model: as the model's own, with a :class:`TieredCache` unless told otherwise."""
     dispatch: Dispatch = self._tiered_kv
     stock = type(self).generate
+    names = list(inspect.signature(stock).parameters)[2:]
+    kwargs |= dict(zip(names, args, strict=False))
     if not _wants_tiered_cache(self, kwargs):
-        return stock(self, inputs, *args, **kwargs)
-    cache = kwargs.setdefault("past_key_values", None) or TieredCache(self.config, dispatch.config)
+        return stock(self, inputs, **kwargs)
+    cache = kwargs.get("past_key_values") or TieredCache(self.config, dispatch.config)
     kwargs["past_key_values"] = cache
     dispatch.watch(cache)
     try:
         _prepare(self, cache, inputs, kwargs)
-        return stock(self, inputs, *args, **kwargs)
+        return stock(self, inputs, **kwargs)
     finally:
         attention.clear()
         dispatch.note_end(cache)
 
 
 def _wants_tiered_cache(model: Any, kwargs: dict[str, Any]) -> bool:
-    config = kwargs.get("generation_config") or model.generation_config
-    if kwargs.get("use_cache", config.use_cache) is False or kwargs.get("cache_implementation"):
+    if _option(model, kwargs, "use_cache") is False or kwargs.get("cache_implementation"):
         return False
     given = kwargs.get("past_key_values")
     return given is None or isinstance(given, TieredCache)
@@ -83,23 +85,26 @@ def _wants_tiered_cache(model: Any, kwargs: dict[str, Any]) -> bool:
 
 def _prepare(model: Any, cache: TieredCache, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
     """Bring ``cache`` to where the stock ``generate()`` handles it rightly, prefilling all but the prompt's last chunk."""
-    config = kwargs.get("generation_config") or model.generation_config
-    kwargs["cache_implementation"] = None
-    chunk = kwargs.pop("prefill_chunk_size", None) or config.prefill_chunk_size  # stock: restarts a warm cache at position 0
-    kwargs["prefill_chunk_size"] = None
-    ids = inputs if inputs is not None else kwargs.get("input_ids")
-    is_assisted = kwargs.get("assistant_model") is not None or _option(kwargs, config, "prompt_lookup_num_tokens")
-    if is_assisted:
+    if _option(model, kwargs, "output_attentions"):
+        raise TieredKVError("output_attentions: a tiered cache never forms attention weights")
+    _unset(model, kwargs, "cache_implementation")
+    chunk = _unset(model, kwargs, "prefill_chunk_size")  # stock: restarts a warm cache at position 0
+    if any(_option(model, kwargs, name) for name in _ASSISTED):
         if cache.get_seq_length():
-            raise TieredKVError("assisted decoding needs a fresh cache: transformers feeds a prefilled one the whole prompt again")
+            raise TieredKVError(
+                "assisted decoding needs a fresh cache: transformers feeds a prefilled one the whole prompt again"
+            )
         return
+    ids = inputs if inputs is not None else kwargs.get("input_ids")
     mask = kwargs.get("attention_mask")
-    if ids is None or ids.dim() != 2 or kwargs.get("inputs_embeds") is not None:
+    if ids is None or ids.dim() != 2 or _has_other_inputs(kwargs):
         return
     if mask is not None and mask.shape[1] != ids.shape[1]:
         return  # only the new tokens were given
+    if mask is None:
+        mask = kwargs["attention_mask"] = _infer_mask(model, kwargs, ids)
     _reopen_full_cache(cache, ids.shape[1])
-    copies = max(_option(kwargs, config, "num_beams") or 1, _option(kwargs, config, "num_return_sequences") or 1)
+    copies = max(_option(model, kwargs, "num_beams") or 1, _option(model, kwargs, "num_return_sequences") or 1)
     is_warm = cache.get_seq_length() > 0
     if copies > 1 and is_warm:
         return
@@ -108,15 +113,55 @@ def _prepare(model: Any, cache: TieredCache, inputs: torch.Tensor | None, kwargs
         cache.batch_repeat_interleave(copies)
 
 
-def _option(kwargs: dict[str, Any], config: Any, name: str) -> Any:
-    return kwargs.get(name, getattr(config, name, None))
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+
+
+def _option(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """An option of ``generate()``: as given, else of the given ``generation_config``, else of the model's."""
+    if name in kwargs:
+        return kwargs[name]
+    configs = kwargs.get("generation_config"), model.generation_config
+    values = (getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
+
+
+def _unset(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """Take an option away from the stock ``generate()``, wherever it is set, and return what it was."""
+    value = _option(model, kwargs, name)
+    if value is not None:
+        kwargs[name] = None
+    return value
+
+
+def _has_other_inputs(kwargs: dict[str, Any]) -> bool:
+    """Whether the model gets more than ids and mask (positions, embeddings, images): then its own code prepares them."""
+    tensors = {name for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    return not tensors <= {"input_ids", "attention_mask"}
+
+
+def _infer_mask(model: Any, kwargs: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
+    """The mask transformers makes up when none is given: padding tokens are padding, unless they also end a text."""
+    pad, end = _option(model, kwargs, "pad_token_id"), _option(model, kwargs, "eos_token_id")
+    ends = end if isinstance(end, list) else [end]
+    return torch.ones_like(ids) if pad is None or pad in ends else ids.ne(pad).long()
 
 
 def _reopen_full_cache(cache: TieredCache, prompt_tokens: int) -> None:
-    """Drop what a cache holds of the prompt's last token, and beyond, so that there is a token left to feed."""
-    surplus = cache.get_seq_length() - (prompt_tokens - 1)
-    if surplus > 0:
-        cache.crop(-surplus)
+    """Drop the prompt's last token from a cache that holds all of it, so that there is a token left to feed."""
+    held = cache.get_seq_length()
+    if held < prompt_tokens:
+        return
+    if held > prompt_tokens:
+        raise TieredKVError(
+            f"the cache holds {held} tokens and the prompt has {prompt_tokens}: give the whole text, or only its new tokens"
+            " with the attention_mask of the whole text; to go back in the text, crop() the cache first"
+        )
+    if not cache.can_roll_back:
+        raise TieredKVError(
+            "the cache holds the whole prompt already, and its sliding layers have dropped what they would need to go back"
+            " by a token; prefill all but the prompt's last token"
+        )
+    cache.crop(-1)
 
 
 @torch.no_grad()
