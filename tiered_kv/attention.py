@@ -96,8 +96,8 @@ def tiered_mask(
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if local_size is None:
-        if kwargs.get("mask_function", causal_mask_function) is not causal_mask_function:
+    if local_size is None or q_offset + q_length <= local_size:  # or a window that no token has left
+        if local_size is None and kwargs.get("mask_function", causal_mask_function) is not causal_mask_function:
             raise TieredKVError("a full-attention mask other than the causal one (packed or bidirectional) is not supported")
         return attention_mask
     return sdpa_mask(

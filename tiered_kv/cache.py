@@ -52,10 +52,11 @@ class LayerGroup:
         """The lanes that decode steps go through."""
         return [lane for lane in self._lanes.values() if lane.members]
 
-    def new_layer(self, device: torch.device) -> TieredLayer:
-        """A layer on ``device``; layers come in the model's order."""
-        lane = self.lane(device)
+    def new_layer(self, key: torch.Tensor, value: torch.Tensor) -> TieredLayer:
+        """A layer for keys and values like these; layers come in the model's order."""
+        lane = self.lane(key.device)
         layer = TieredLayer(self.config, lane.clock, self.is_shared)
+        layer.start(key, value)
         self.layers.append(layer)
         lane.members.append(layer)
         return layer
@@ -78,6 +79,11 @@ class LayerGroup:
             TieredKVError: Padding elsewhere than on the left.
         """
         if mask is not None and mask is not self._seen_mask:
+            if mask.ndim != 2:
+                raise TieredKVError(
+                    f"attention_mask: expected [batch, tokens], got {list(mask.shape)}; a mask of another kind, or a context"
+                    " beyond the model's sliding window"
+                )
             self._seen_mask, self.padding = mask, _left_padding(mask)
 
 
@@ -96,8 +102,7 @@ class TieredCacheLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.tiered = self.group.new_layer(self.device)
-        self.tiered.start(key_states, value_states)
+        self.tiered = self.group.new_layer(key_states, value_states)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
@@ -309,9 +314,10 @@ class TieredCache(Cache):
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether :meth:`crop` can drop the newest token: not once a sliding window has passed over the first one."""
+        """Whether :meth:`crop` can drop the newest token: not once a sliding window has left the first one behind."""
         return all(
-            layer.record_past or layer.get_seq_length() < layer.sliding_window for layer in self._sliding_layers
+            getattr(layer, "record_past", True) or layer.get_seq_length() < getattr(layer, "sliding_window", 0)
+            for layer in self.layers
         )
 
     @property

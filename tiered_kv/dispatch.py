@@ -75,10 +75,13 @@ def remove_kv_dispatch(model: Any) -> Any:
 @contextmanager
 def kv_cache_dispatched(model: Any, config: TieredKVConfig | None = None, **options: Any) -> Iterator[Any]:
     """:func:`dispatch_kv_cache` for the length of a ``with`` block, undone also when the block raises."""
+    outer = model.__dict__.get("_tiered_kv")
     try:
         yield dispatch_kv_cache(model, config, **options)
     finally:
         remove_kv_dispatch(model)
+        if outer is not None:
+            dispatch_kv_cache(model, outer.config)
 
 
 def kv_cache_stats(model: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 
 from tiered_kv.clustering import cluster_segment
 from tiered_kv.config import TieredKVConfig
+from tiered_kv.errors import TieredKVError
 from tiered_kv.index import ClusterIndex
 from tiered_kv.kernels.attend import Attended, Estimated, attend
 from tiered_kv.kernels.count import count_step, new_counters
@@ -25,7 +26,7 @@ from tiered_kv.offload.cluster_cache import ClusterCache
 from tiered_kv.offload.host_store import HostStore
 from tiered_kv.offload.streams import engine_for
 from tiered_kv.prefill import Piece, attend_chunk
-from tiered_kv.window import Window, WindowClock
+from tiered_kv.window import Window, WindowClock, lasting
 
 RESERVED_TOKENS = 1 << 20
 """Tokens a sequence that address space is reserved for at first; a longer one moves the store once."""
@@ -74,11 +75,14 @@ class TieredLayer:
         self.segments: list[Segment] = []
         self._chunk: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @lasting
     def start(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Take the shapes of the first keys and values, ``[batch, kv_heads, tokens, head_dim]`` and ``value_dim``."""
         self.batch, self.kv_heads, _, self.head_dim = key.shape
         self.value_dim = value.shape[3]
         self.device, self.dtype = key.device, key.dtype
+        if self.config.pin_memory and self.device.type != "cuda":
+            raise TieredKVError(f"pin_memory: expected a model on CUDA, got one on {self.device}")
         self.engine = engine_for(self.device)
         self.index = ClusterIndex(self.config)
         self.cluster_cache: ClusterCache | None = None
@@ -105,6 +109,7 @@ class TieredLayer:
         """Whether every sequence has a token that is not padding; before that a single token is no decode step."""
         return self.length > max(self.left_padding or [0])
 
+    @lasting
     def set_left_padding(self, padding: list[int] | None) -> None:
         """Padding tokens at the beginning of each sequence, of those that came so far; ``None`` for none anywhere."""
         self.left_padding = padding
@@ -164,6 +169,7 @@ class TieredLayer:
         tokens = self.store.read(segment.first_token, segment.stored_rows, segment.length)
         return tokens if segment.row_of is None else tokens[segment.row_of]
 
+    @lasting
     def _settle(self) -> None:
         """Move the chunk into the window, and every whole prefill segment out of it."""
         if self._chunk is None:
@@ -192,6 +198,7 @@ class TieredLayer:
     def _full_window(self) -> int:
         return self.config.window_size + self.config.decode_segment
 
+    @lasting
     def make_room(self) -> None:
         """Before a decode step: make room in the window for a token more, by clustering its older part when it is full."""
         self._settle()
@@ -338,6 +345,7 @@ class TieredLayer:
             tensors += [self.cluster_cache.slots, *self.cluster_cache.tables, self.store.tokens]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
+    @lasting
     def crop(self, tokens: int) -> None:
         """Drop the newest ``tokens`` tokens. Segments that are cut into come back into the window whole, but for those."""
         self._settle()
@@ -364,6 +372,7 @@ class TieredLayer:
         tokens = torch.cat([tokens, self.window.tokens], dim=1)
         self._show_window(tokens, capacity=tokens.shape[1])
 
+    @lasting
     def select_sequences(self, sequences: list[int]) -> None:
         """Sequence i becomes what sequence ``sequences[i]`` was; the host store stays as it is."""
         self._settle()

@@ -12,7 +12,7 @@ import torch
 
 from tiered_kv.kernels.append import append_token
 from tiered_kv.kernels.attend import Recent, attend
-from tiered_kv.window import WindowClock
+from tiered_kv.window import WindowClock, lasting
 
 ROOM = 256
 """Tokens a buffer takes between two shifts."""
@@ -30,6 +30,7 @@ class SlidingBuffer:
         clock: Places of the buffer in use, shared with the other sliding layers.
     """
 
+    @lasting
     def __init__(
         self,
         key: torch.Tensor,

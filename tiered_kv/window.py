@@ -11,12 +11,17 @@ GROWTH = 512
 """Tokens the window's buffer grows by while everything is still attended exactly."""
 
 
+lasting = torch.inference_mode(False)
+"""Decorator of what makes buffers: made under ``inference_mode``, they could not be updated outside of it."""
+
+
 class WindowClock:
     """The length of the window, as a device scalar and on the host; shared by all layers of a device.
 
     Layers move in step, so one scalar serves them all: a captured decode step reads it from the device.
     """
 
+    @lasting
     def __init__(self, device: torch.device) -> None:
         self.length = torch.zeros(1, dtype=torch.int32, device=device)
         self.host_length = 0
