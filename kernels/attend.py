@@ -328,7 +328,8 @@ def attend_reference(query, recent, attended, estimated, *, scale, softcap=None,
         rest = (estimated.sizes > 0) & ~estimated.chosen
         weight = estimated.logits + estimated.sizes.clamp(min=1).float().log()[:, None]
         logits = torch.cat([logits, weight.masked_fill(~rest[:, None], float("-inf"))], dim=2)
-        values = torch.cat([values, estimated.mean_values.float() * estimated.value_scales[..., None]], dim=1)
+        means = estimated.mean_values.float() * estimated.value_scales[..., None]
+        values = torch.cat([values, torch.where(rest[..., None], means, 0)], dim=1)
     if attention_sinks is not None:
         logits = torch.cat([logits, attention_sinks.float()[..., None]], dim=2)
         values = torch.cat([values, values.new_zeros(values.shape[0], 1, values.shape[2])], dim=1)
