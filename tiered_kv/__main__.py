@@ -1,0 +1,7 @@
+"""``python -m tiered_kv``: the command line."""
+
+import sys
+
+from tiered_kv.cli import main
+
+sys.exit(main())

@@ -1,0 +1,31 @@
+"""A long document that every Python installation holds, and a question about its middle."""
+
+from __future__ import annotations
+
+from tiered_kv.errors import TieredKVError
+
+TOPICS = [
+    "import", "raise", "return", "yield", "nonlocal", "global", "assignment", "augassign", "del", "pass", "break",
+    "continue", "assert", "while", "for",
+]  # fmt: skip
+CHARACTERS = 30_000
+"""Length the document is cut to: about 7,000 tokens of SmolLM2, which takes 8,192."""
+QUESTION = 'Question: What does the "nonlocal" statement do?\nAnswer: The "nonlocal" statement causes'
+TOKEN_BUDGET = 512
+NEW_TOKENS = 64
+
+
+def document() -> str:
+    """Sections of the Python language reference.
+
+    Raises:
+        TieredKVError: This Python lacks the module that holds them.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise TieredKVError(
+            "this Python lacks pydoc_data, the part of the standard library with the document"
+        ) from None
+    text = "\n\n".join(topics[name].strip("\n") for name in TOPICS)
+    return text[: text.rindex("\n\n", 0, CHARACTERS)]
