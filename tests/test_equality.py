@@ -44,7 +44,9 @@ def test_tokens_and_logits_equal_stock(family, path, pieces, kind):
     assert_same(actual, stock_generate(family, inputs, NEW_TOKENS))
     assert chunks == ([44, 32, 32, 32, 10] if pieces == "chunks" else [150])
     segments = [s.length for s in cache.group.layers[0].segments]
-    assert segments == ([] if path == "dense" else [36, 32, 32, 32, 16, 16, 16])  # four of the prompt, three of decoding
+    assert segments == (
+        [] if path == "dense" else [36, 32, 32, 32, 16, 16, 16]
+    )  # four of the prompt, three of decoding
     assert (cache.stats()["selected_tokens"] > 0) == (path == "sparse")
 
 

@@ -152,7 +152,9 @@ def assert_same(actual, expected) -> None:
     (tokens, logits), (expected_tokens, expected_logits) = actual, expected
     best = expected_logits.topk(2, dim=-1).values
     margin = (best[..., 0] - best[..., 1]).min().item()
-    assert margin > 2 * LOGITS_TOLERANCE, f"two tokens are tied ({margin:.1e}): this prompt proves nothing, take another"
+    assert margin > 2 * LOGITS_TOLERANCE, (
+        f"two tokens are tied ({margin:.1e}): this prompt proves nothing, take another"
+    )
     assert tokens.tolist() == expected_tokens.tolist()
     torch.testing.assert_close(logits, expected_logits, atol=LOGITS_TOLERANCE, rtol=0)
 
