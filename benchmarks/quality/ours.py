@@ -56,8 +56,8 @@ class TieredSession:
         return out.logits[:, -1].float()
 
     def _drop_cache(self) -> None:
-        for layer in self.cache.layers if self.cache is not None else ():
-            layer.reset()
+        if self.cache is not None:
+            self.cache.close()
         self.cache = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ from tiered_kv import TieredKVConfig
 
 FLOOR = "streaming_llm"
 """The method that ``recovered`` is measured from; it is part of every pass that has it at all."""
+
+
+WORTH_A_GRAPH = 64
+"""Decode steps from which on the real cache may capture them (an untuned guess)."""
 
 
 @dataclass(frozen=True)
@@ -228,10 +232,15 @@ def _measure(
             shared = play(session, item)
         column = list(shared.scores)
         for _, config in configs:
-            with TieredSession(subject.model, config) as ours:
+            with TieredSession(subject.model, _without_idle_graph(config, shared)) as ours:
                 column.append(replay(ours, item, shared))
         columns.append(column)
     return variants, [list(row) for row in zip(*columns, strict=True)]
+
+
+def _without_idle_graph(config: TieredKVConfig, shared: Replay) -> TieredKVConfig:
+    """A CUDA graph changes no token, and takes longer to capture than a short answer takes without it."""
+    return config if len(shared.tokens) >= WORTH_A_GRAPH else replace(config, cuda_graph=False)
 
 
 def _progress(items: list[Item], title: str, plan: Plan) -> Iterator[Item]:

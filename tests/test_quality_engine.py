@@ -1,0 +1,167 @@
+"""The research attention: exact for the full cache, fair to the methods, and in agreement with the real cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.quality import session as session_module
+from benchmarks.quality.methods import BASELINES, make_methods
+from benchmarks.quality.methods.clusters import ClusterOptions, Clusters
+from benchmarks.quality.methods.oracle import Oracle
+from benchmarks.quality.ours import TieredSession, schedule_of
+from benchmarks.quality.rows import read_rows
+from benchmarks.quality.run import Plan, Subject, play, replay, run_task
+from benchmarks.quality.schedule import Schedule
+from benchmarks.quality.session import Session
+from benchmarks.quality.tasks.items import Item, Task
+from tests.tiny import DEVICE, LOGITS_TOLERANCE, make_model, prompt, small_config
+
+SMALL = Schedule(num_sink_tokens=4, window_size=8, decode_segment=16, prefill_segment=64)
+PROMPT, STEPS = 83, 45
+
+
+@pytest.fixture(autouse=True)
+def short_prefill_chunks(monkeypatch):
+    monkeypatch.setattr(session_module, "PREFILL_CHUNK", 32)
+
+
+def ids() -> list[int]:
+    return prompt(PROMPT + STEPS)[0].tolist()
+
+
+@torch.no_grad()
+def stock_logits(model) -> torch.Tensor:
+    return model(input_ids=torch.tensor([ids()], device=DEVICE)).logits[0, PROMPT:].float()
+
+
+def forced_logits(model, methods, schedule=SMALL) -> torch.Tensor:
+    """``[steps, rows, vocabulary]``; row 0 is the full cache."""
+    with Session(model, methods, schedule) as session:
+        session.prefill(ids()[:PROMPT])
+        return torch.stack(list(session.decode(ids()[PROMPT:])))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss"])
+def test_the_full_row_is_the_stock_model(family):
+    model = make_model(family)
+    stock = stock_logits(model)
+    logits = forced_logits(model, make_methods(["oracle", "kivi_int4"], [16]))
+    torch.testing.assert_close(logits[:, 0], stock, atol=LOGITS_TOLERANCE, rtol=0)
+    assert (logits[:, 1] - stock).abs().max() > 100 * LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in BASELINES if not name.startswith("kivi")])
+def test_with_budget_to_spare_every_method_is_the_full_cache(name):
+    logits = forced_logits(make_model("gemma3_text"), make_methods([name], [512]))
+    torch.testing.assert_close(logits[:, 1], logits[:, 0], atol=LOGITS_TOLERANCE, rtol=0)
+
+
+def test_a_method_scores_the_same_alone_and_in_company():
+    model = make_model("llama")
+    alone = forced_logits(model, make_methods(["h2o"], [16]))[:, 1]
+    together = forced_logits(model, make_methods(["quest", "h2o", "clusterkv", "snapkv"], [32, 16]))
+    torch.testing.assert_close(together[:, 4], alone, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+def test_the_model_gets_its_own_attention_back_also_after_an_exception():
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    session = Session(model, [], SMALL)
+    assert model.config._attn_implementation == session_module.ATTENTION
+    with pytest.raises(RuntimeError, match="ours"), session:
+        raise RuntimeError("ours")
+    assert model.config._attn_implementation == before
+
+
+class Watched(Oracle):
+    """An oracle that writes down how many candidates there were, and how many it took."""
+
+    def __init__(self, budgets) -> None:
+        super().__init__(budgets)
+        self.seen: list[int] = []
+
+    def select(self, state, query, logits):
+        mask = super().select(state, query, logits)
+        assert (mask.sum(3) == torch.tensor(self.budgets, device=mask.device)[:, None]).all()
+        self.seen.append(logits.shape[3])
+        return mask
+
+
+def test_sinks_and_window_are_those_of_the_real_cache():
+    model, config = make_model("llama", num_hidden_layers=1), small_config(token_budget=16)
+    watched = Watched([16])
+    forced_logits(model, [watched], schedule_of(config))
+    with TieredSession(model, config) as session:
+        session.prefill(ids()[:PROMPT])
+        real = []
+        for _ in session.decode(ids()[PROMPT:]):
+            (layer,) = session.cache.group.layers
+            real.append(layer.clustered - config.num_sink_tokens)
+    assert watched.seen == real
+
+
+@pytest.mark.parametrize("options", [{}, {"spread": 0.0}, {"estimate": False}, {"index_dtype": "model"}])
+def test_the_real_cache_and_its_simulation_agree(options):
+    """Without sinks, which the real cache clusters beside, and with blocks to spare, both are the same algorithm."""
+    config = small_config(token_budget=24, num_sink_tokens=0, block_size=1, **options)
+    same = ClusterOptions(
+        tokens_per_cluster=4, max_cluster_tokens=8, segment=32, spread=config.spread,
+        estimate_share=float(config.estimate), index_int8=config.index_dtype == "int8",
+    )  # fmt: skip
+    model = make_model("llama")
+    simulated = forced_logits(model, [Clusters([24], "ours_sim", same)], schedule_of(config))[:, 1]
+    with TieredSession(model, config) as session:
+        session.prefill(ids()[:PROMPT])
+        real = torch.cat(list(session.decode(ids()[PROMPT:])))
+    torch.testing.assert_close(simulated, real, atol=10 * LOGITS_TOLERANCE, rtol=0)
+
+
+def test_greedy_continuation_is_the_full_caches_own():
+    model = make_model("llama")
+    item = Item(ids()[:PROMPT], ids()[PROMPT : PROMPT + 1], [], greedy=20, score_every=4)
+    with Session(model, make_methods(["streaming_llm"], [16]), SMALL) as session:
+        played = play(session, item)
+    with torch.no_grad():
+        stock = model.generate(
+            torch.tensor([ids()[: PROMPT + 1]], device=DEVICE), max_new_tokens=19, do_sample=False, use_cache=True
+        )
+    assert played.tokens == stock[0, PROMPT:].tolist()
+    assert played.scored == [0, 4, 8, 12, 16]
+    assert (played.scores[0].values[1] == 1).all()
+
+
+def test_the_real_cache_with_budget_to_spare_scores_as_the_full_cache():
+    model = make_model("llama")
+    item = Item(ids()[:PROMPT], ids()[PROMPT:], [(1, 5), (9, STEPS)])
+    with Session(model, [], SMALL) as session:
+        shared = play(session, item)
+    with TieredSession(model, small_config()) as session:
+        ours = replay(session, item, shared)
+    assert ours.steps == [*range(4), *range(8, STEPS - 1)]
+    assert ours.values[2].max() < 1e-6
+    assert ours.values[3].min() == 1
+
+
+def test_a_run_resumes_where_rows_are_missing(tmp_path):
+    model = make_model("llama")
+    subject = Subject(model, "tiny", None, "float32")
+    task = Task("toy", lambda maker: iter([Item(ids()[:PROMPT], ids()[PROMPT : PROMPT + 9], [(1, 9)])]))
+    config, path = small_config(token_budget=16), tmp_path / "rows.jsonl"
+
+    class Maker:
+        length, count, seed = PROMPT, 1, 0
+
+    def plan(names, configs):
+        return Plan(make_methods(names, [16]), configs, SMALL, path, quiet=True)
+
+    assert run_task(subject, task, Maker(), plan(["streaming_llm", "oracle"], [])) == 3  # and the full cache
+    assert run_task(subject, task, Maker(), plan(["streaming_llm", "oracle"], [])) == 0
+    assert run_task(subject, task, Maker(), plan(["streaming_llm", "oracle"], [("ours", config)])) == 1
+    assert run_task(subject, task, Maker(), plan([], [("ours", replace(config, spread=0.0))])) == 1
+    rows = read_rows(path)
+    assert [row["method"] for row in rows] == ["full", "streaming_llm", "oracle", "ours", "ours"]
+    assert rows[1]["recovered"] in (0.0, None)
+    assert rows[0]["change"]["nll"] == [0.0, 0.0, 0.0]
