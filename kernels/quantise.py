@@ -66,6 +66,7 @@ def quantise_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantise_int8_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain torch."""
     x = x.float()
-    scales = x.abs().amax(2) / LARGEST
+    largest = torch.full((), LARGEST, dtype=x.dtype, device=x.device)  # a tensor: CUDA multiplies by a number's inverse
+    scales = x.abs().amax(2) / largest
     scales = torch.where(scales > 0, scales, 1.0)
     return torch.round(x / scales[..., None]).clamp(-LARGEST, LARGEST).to(torch.int8), scales
