@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "TieredCache": "tiered_kv.cache",
     "dispatch_kv_cache": "tiered_kv.dispatch",
+    "infer_auto_kv_config": "tiered_kv.planning",
     "kv_cache_dispatched": "tiered_kv.dispatch",
     "kv_cache_stats": "tiered_kv.dispatch",
     "remove_kv_dispatch": "tiered_kv.dispatch",

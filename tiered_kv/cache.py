@@ -286,7 +286,7 @@ class TieredCache(Cache):
         attention.register()
         self.kv_config = TieredKVConfig() if kv_config is None else kv_config
         text_config = config.get_text_config(decoder=True)
-        types, options = _layer_types(text_config)
+        types, options = layer_types(text_config)
         self.group = LayerGroup(self.kv_config, is_shared=bool(getattr(text_config, "num_kv_shared_layers", None)))
         super().__init__(layers=[self._new_layer(kind, options) for kind in types])
 
@@ -333,7 +333,7 @@ class TieredCache(Cache):
         self.reset()
 
 
-def _layer_types(config: PreTrainedConfig) -> tuple[list[str], dict[str, Any]]:
+def layer_types(config: PreTrainedConfig) -> tuple[list[str], dict[str, Any]]:
     """Kind of each layer and options of the stock ones.
 
     Configurations without ``layer_types`` call every layer sliding as soon as they name a window, even one that the

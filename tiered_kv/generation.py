@@ -16,6 +16,7 @@ from tiered_kv.cache import TieredCache
 from tiered_kv.config import TieredKVConfig
 from tiered_kv.errors import TieredKVError
 from tiered_kv.graphs import DecodeGraph
+from tiered_kv.planning import check_memory, kv_shape
 
 Progress = Callable[[int, int], None]
 
@@ -105,12 +106,20 @@ def _prepare(model: Any, cache: TieredCache, inputs: torch.Tensor | None, kwargs
         mask = kwargs["attention_mask"] = _infer_mask(model, kwargs, ids)
     _reopen_full_cache(cache, ids.shape[1])
     copies = max(_option(model, kwargs, "num_beams") or 1, _option(model, kwargs, "num_return_sequences") or 1)
+    _check_room(model, cache, ids, copies, _option(model, kwargs, "max_new_tokens"))
     is_warm = cache.get_seq_length() > 0
     if copies > 1 and is_warm:
         return
     prefill(model, cache, ids, mask, chunk_tokens=chunk)
     if copies > 1 and cache.get_seq_length():
         cache.batch_repeat_interleave(copies)
+
+
+def _check_room(model: Any, cache: TieredCache, ids: torch.Tensor, copies: int, new_tokens: int | None) -> None:
+    """Refuse a fresh prompt that will not fit; one that continues a cache has taken most of its memory already."""
+    if cache.get_seq_length() == 0:
+        context = ids.shape[1] + (new_tokens or 0)
+        check_memory(kv_shape(model.config, model.dtype), cache.kv_config, ids.device, context, len(ids) * copies)
 
 
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
