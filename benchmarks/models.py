@@ -184,17 +184,18 @@ def _tokenizer(name: str) -> Any:
     if not MODELS[name].byte_pair_scores:
         return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     return PreTrainedTokenizerFast(
-        tokenizer_object=byte_pair_tokenizer(gguf), bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    )
+        tokenizer_object=byte_pair_tokenizer(gguf), bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def byte_pair_tokenizer(gguf: Path) -> Any:
     """The SentencePiece byte-pair tokenizer of a GGUF file, merges in the order of the scores, as llama.cpp reads it.
 
-    It adds no special tokens: prepend ``<bos>`` yourself.
+    It puts ``<bos>`` in front unless told to add no special tokens.
     """
     from gguf import GGUFReader
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     fields = GGUFReader(str(gguf)).fields
     tokens, scores, kinds = (fields[f"tokenizer.ggml.{part}"].contents() for part in ("tokens", "scores", "token_type"))
@@ -211,6 +212,8 @@ def byte_pair_tokenizer(gguf: Path) -> Any:
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = [("<bos>", vocab["<bos>"])]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=special)
     return tokenizer
 
 

@@ -146,7 +146,7 @@ def replay(session: TieredSession, item: Item, before: Replay) -> ItemScores:
 
 
 def _per_row(values: list[torch.Tensor], steps: list[int], answers: list[tuple[int, int]]) -> list[ItemScores]:
-    table = torch.stack(values).permute(2, 1, 0).cpu().numpy()
+    table = torch.stack(values).permute(2, 1, 0).double().cpu().numpy()
     return [ItemScores(steps, np.asarray(row), answers) for row in table]
 
 

@@ -29,10 +29,11 @@ def _item(maker: Maker, files: list[dict], rng: Random) -> Item:
     at = _line_about_far_names(lines, context, rng)
     before = "\n".join(lines[:at])[-2 * maker.length :]
     indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
-    near = maker.encoder.ids(f"# {target['path']}\n{before}\n{indent}")
-    far = maker.encoder.ids(context)[: max(0, maker.length - len(near) - len(maker.encoder.opening))]
+    room = maker.length - len(maker.encoder.opening)
+    near = maker.encoder.ids(f"# {target['path']}\n{before}\n{indent}")[-room:]
+    far = maker.encoder.ids(context)[: room - len(near)]
     answer = maker.encoder.ids(lines[at].strip())[:48]
-    return Item.asked((maker.encoder.opening + far + near)[-maker.length :], answer, path=target["path"], line=at + 1)
+    return Item.asked(maker.encoder.opening + far + near, answer, path=target["path"], line=at + 1)
 
 
 def _line_about_far_names(lines: list[str], context: str, rng: Random) -> int:

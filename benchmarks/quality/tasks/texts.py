@@ -43,7 +43,8 @@ def _excerpt(maker: Maker, text: str, tokens: int, rng: Random) -> list[int]:
     """``tokens`` tokens from a random place, or from the beginning of a text that is hardly long enough."""
     wanted = tokens * 6  # characters: more than any tokenizer here needs
     first = rng.randrange(max(1, len(text) - wanted))
-    first = text.rfind("\n", 0, first) + 1
+    paragraph = text.rfind("\n", max(0, first - 2000), first)
+    first = first if paragraph < 0 else paragraph + 1
     return maker.encoder.start(text[first : first + wanted])[:tokens]
 
 
