@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from tiered_kv.kernels.dispatch import tl, triton, use_triton
+
 QUERY_BLOCK = 512
+MERGE_TILE = 4096
+"""Numbers a program merges; untuned."""
 
 
 def attend_piece(
@@ -49,9 +53,55 @@ def merge_pieces(
     """The attention over two disjoint pieces, in float32, from the attention over each.
 
     Args:
-        out, other_out: ``[..., value_dim]``.
-        lse, other_lse: ``[...]`` float32.
+        out, other_out: ``[batch, heads, queries, value_dim]``; ``out`` is overwritten when it is float32.
+        lse, other_lse: ``[batch, heads, queries]`` float32; ``lse`` is overwritten likewise.
     """
+    if not use_triton(out):
+        return merge_pieces_reference(out, lse, other_out, other_lse)
+    merged = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    lse, other_lse = lse.contiguous(), other_lse.contiguous()
+    batch, heads, queries, dim = out.shape
+    dim_padded = triton.next_power_of_2(dim)
+    tile = max(1, MERGE_TILE // dim_padded)
+    merge_kernel[(triton.cdiv(queries, tile), heads, batch)](
+        merged, out, lse, other_out, other_lse, heads, queries,
+        *merged.stride()[:3], *out.stride()[:3], *other_out.stride()[:3],
+        DIM=dim, DIM_PADDED=dim_padded, TILE=tile, num_warps=4,
+    )  # fmt: skip
+    return merged, lse
+
+
+@triton.jit
+def merge_kernel(
+    merged_ptr, out_ptr, lse_ptr, other_ptr, other_lse_ptr, heads, queries,
+    merged_batch, merged_head, merged_query, out_batch, out_head, out_query, other_batch, other_head, other_query,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of one head."""
+    query = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    dim = tl.arange(0, DIM_PADDED)
+    in_range = query < queries
+    mask = in_range[:, None] & (dim < DIM)[None, :]
+    at = (batch * heads + head) * queries + query
+    lse = tl.load(lse_ptr + at, mask=in_range, other=0.0)
+    other_lse = tl.load(other_lse_ptr + at, mask=in_range, other=0.0)
+    largest = tl.maximum(lse, other_lse)
+    total = largest + tl.log(tl.exp(lse - largest) + tl.exp(other_lse - largest))
+    weight, other_weight = tl.exp(lse - total), tl.exp(other_lse - total)
+    out_at = out_ptr + batch * out_batch + head * out_head + query.to(tl.int64)[:, None] * out_query + dim[None, :]
+    other_at = other_ptr + batch * other_batch + head * other_head
+    other_at += query.to(tl.int64)[:, None] * other_query + dim[None, :]
+    merged_at = merged_ptr + batch * merged_batch + head * merged_head
+    merged_at += query.to(tl.int64)[:, None] * merged_query + dim[None, :]
+    out = tl.load(out_at, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
+    out += tl.load(other_at, mask=mask, other=0.0).to(tl.float32) * other_weight[:, None]
+    tl.store(merged_at, out, mask=mask)
+    tl.store(lse_ptr + at, total, mask=in_range)
+
+
+def merge_pieces_reference(out, lse, other_out, other_lse) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch."""
     merged = torch.logaddexp(lse, other_lse)
     weight = torch.exp(lse - merged)[..., None]
     return torch.lerp(other_out.float(), out.float(), weight), merged
