@@ -360,8 +360,7 @@ SWEEPS: dict[str, tuple[ModuleType, list[dict[str, Any]]]] = {
         attend,
         variants(
             {"TILE_BYTES": (16384, 32768, 65536), "NUM_WARPS": (4, 8), "NUM_STAGES": (1, 2, 3)},
-            {"ESTIMATE_TILE_BYTES": (8192, 16384, 32768), "NUM_STAGES": (1, 2, 3)},
-            {"PROGRAMS": (256, 512, 1024, 2048), "NUM_STAGES": (1, 2, 3)},
+            {"ESTIMATE_TILE_BYTES": (8192, 16384), "PROGRAMS": (256, 512, 1024, 2048), "NUM_STAGES": (1, 2, 3)},
             {"MERGE_DIMS": (16, 32, 64, 128), "MERGE_WARPS": (1, 2, 4, 8)},
         ),
     ),

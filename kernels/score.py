@@ -69,10 +69,11 @@ def score_kernel(
         scaled = query.to(tl.float32) * scale
         square = scaled * scaled
         high = square.to(query.dtype)
-        low = (square - high.to(tl.float32)).to(query.dtype)
         factor = variance.to(query.dtype)
         second = tl.dot(factor, high, input_precision="ieee")
-        second = tl.dot(factor, low, second, input_precision="ieee")
+        if query.dtype != tl.float32:
+            low = (square - high.to(tl.float32)).to(query.dtype)
+            second = tl.dot(factor, low, second, input_precision="ieee")
         second = second * (variance_scale * second_order)[:, None]
         ranking = logits + second
         logits = logits + tl.minimum(second, spread_limit)
@@ -122,7 +123,8 @@ def score_clusters(
     rows, group, head_dim = query.shape
     clusters = sizes.shape[1]
     dim_padded = max(16, triton.next_power_of_2(head_dim))
-    tile = max(16, TILE_ELEMENTS // dim_padded)
+    is_float32 = torch.float32 in (query.dtype, centroids.dtype)  # multiplied without tensor cores, from registers
+    tile = max(16, TILE_ELEMENTS // dim_padded // (4 if is_float32 else 1))
     logits = torch.empty(rows, group, clusters, dtype=torch.float32, device=query.device)
     scores = torch.empty(rows, clusters, dtype=torch.float32, device=query.device)
     score_kernel[(triton.cdiv(clusters, tile), rows)](
