@@ -16,6 +16,7 @@ import argparse
 import datetime
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -460,14 +461,21 @@ def measure(shape: Shape, case: Case, gbps: dict[str, float], is_sweep: bool) ->
 def environment() -> dict[str, Any]:
     import triton
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit or "unknown",
+        "commit": os.environ.get("TKV_COMMIT") or git_commit() or "unknown",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def git_commit() -> str:
+    """Empty where there is no git or no repository, as on a machine that got a copy of the files."""
+    try:
+        return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def describe(row: dict[str, Any]) -> str:
