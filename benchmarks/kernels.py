@@ -465,7 +465,7 @@ def environment() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": os.environ.get("TKV_COMMIT") or git_commit() or "unknown",
+        "commit": os.environ.get("TIERED_KV_COMMIT") or git_commit() or "unknown",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
