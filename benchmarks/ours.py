@@ -1,0 +1,144 @@
+"""Our own decode steps for the speed benchmarks: the product's graph behind ``model.forward``, driven by a trace."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks import traces
+from benchmarks.rows import Timing, captured, time_steps
+from tiered_kv import TieredCache, kv_cache_dispatched
+
+SETTLING = 40
+"""Steps before anything is timed: the GPU cluster cache starts empty, and its misses take that long to settle."""
+
+
+class Decoder:
+    """A dispatched model and a filled cache.
+
+    Args:
+        model: Dispatched.
+        cache: Filled with ``context`` tokens.
+        replay: What decides the selection.
+    """
+
+    def __init__(self, model: Any, cache: TieredCache, replay: traces.Replay) -> None:
+        self.model, self.cache, self.replay = model, cache, replay
+        self.context, self.batch = cache.get_seq_length(), cache.layers[0].batch_size
+        self.token = torch.randint(3, model.config.vocab_size, (self.batch, 1), device=model.device)
+
+    def step(self) -> torch.Tensor:
+        """One decode step through ``model.forward``: the logits."""
+        return self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
+
+    def rewind(self) -> None:
+        """Drop what was decoded so far."""
+        surplus = self.cache.get_seq_length() - self.context
+        if surplus:
+            self.cache.crop(-surplus)
+
+    def timed(self, steps: int, measurements: int) -> tuple[Timing, float]:
+        """Time of a step once misses are steady, and the token miss rate over the same steps."""
+        for _ in range(SETTLING):
+            self.step()
+        before = self.counted()
+        timing = time_steps(self.step, steps, measurements, warmup=0)
+        return timing, miss_rate(before, self.counted())
+
+    def sustained(self) -> dict[str, Any]:
+        """Steps over the time a segment takes to gather and be clustered, that included."""
+        steps = self.cache.kv_config.decode_segment
+        captures = self.model._tiered_kv.graph.captures
+        timing = time_steps(self.step, steps, measurements=1, warmup=1, most_ms=1e9)
+        return timing.fields() | {"captures": self.model._tiered_kv.graph.captures - captures}
+
+    def generated(self, tokens: int) -> Timing:
+        """Time of a token within plain ``generate()``, greedy."""
+        return generate_times(self.model, self.cache, self.batch, tokens)
+
+    def counted(self) -> tuple[int, int]:
+        """Tokens recalled and selected so far."""
+        stats = self.cache.stats()
+        return stats["recalled_tokens"], stats["selected_tokens"]
+
+    def waits(self) -> str:
+        """What a few steps make the host wait for: "none", or torch's complaint."""
+        if not torch.cuda.is_available():
+            return "not checked"
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(5):
+                self.step()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return "none"
+
+    def replay_ms(self) -> float:
+        """What replaying the trace adds to a step: it is part of every time reported, and is not taken off."""
+        scores = [torch.zeros(layer.index.tables.sizes.shape, device=layer.device) for layer in self.replay.layers]
+
+        def overwrite() -> None:
+            for layer, score in zip(self.replay.layers, scores, strict=True):
+                self.replay(layer.index.tables.sizes, score)
+
+        return round(time_steps(captured(overwrite), measurements=3).ms, 4)
+
+
+@contextmanager
+def decoding(model: Any, cache: TieredCache, trace: traces.Trace, stride: int = 1) -> Iterator[Decoder]:
+    """A :class:`Decoder` with a graph of its own; the cache is rewound before and after."""
+    with torch.no_grad(), kv_cache_dispatched(model, cache.kv_config):
+        replay = traces.Replay(trace, cache, stride)
+        decoder = Decoder(model, cache, replay)
+        try:
+            with traces.scores_hooked(replay):
+                yield decoder
+            decoder.rewind()
+        finally:
+            decoder.model = decoder.cache = None  # the caller may still hold the decoder
+
+
+def miss_rate(before: tuple[int, int], after: tuple[int, int]) -> float:
+    """Tokens recalled over tokens selected between two counts."""
+    recalled, selected = (b - a for a, b in zip(before, after, strict=True))
+    return round(recalled / max(1, selected), 4)
+
+
+def generate_times(model: Any, cache: Any, batch: int, tokens: int, skip: int = 4) -> Timing:
+    """Milliseconds between the forward passes of one ``generate()``, which waits for the GPU at every token itself."""
+    ids = torch.randint(3, model.config.vocab_size, (batch, cache.get_seq_length() + 1), device=model.device)
+    with _stamped(model) as stamps:
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
+            max_new_tokens=tokens + skip,
+        )  # fmt: skip
+    times = [(b - a) * 1e3 for a, b in zip(stamps[skip:], stamps[skip + 1 :], strict=False)]
+    return Timing(times, 1)
+
+
+@contextmanager
+def _stamped(model: Any) -> Iterator[list[float]]:
+    """Note when each forward pass begins."""
+    stamps: list[float] = []
+    forward: Callable[..., Any] = model.forward
+    own = model.__dict__.get("forward")
+
+    def stamped(*args: Any, **inputs: Any) -> Any:
+        stamps.append(time.perf_counter())
+        return forward(*args, **inputs)
+
+    stamped.__signature__ = inspect.signature(forward)
+    model.forward = stamped
+    try:
+        yield stamps
+    finally:
+        model.__dict__.pop("forward")
+        if own is not None:
+            model.forward = own
