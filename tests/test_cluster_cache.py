@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny import DEVICE
 
+from tests.tiny import DEVICE
 from tiered_kv.kernels.select import Selection
 from tiered_kv.offload.cluster_cache import ClusterCache
 from tiered_kv.offload.host_store import HostStore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.tiny import (
     FAMILIES,
     assert_same,
@@ -15,7 +16,6 @@ from tests.tiny import (
     small_config,
     stock_generate,
 )
-
 from tiered_kv import TieredCache, dispatch_kv_cache
 
 NEW_TOKENS = 40

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from tests.tiny import DEVICE
 
+from tests.tiny import DEVICE
 from tiered_kv.offload import host_store
 from tiered_kv.offload.host_store import HostStore
 from tiered_kv.offload.pinned import HostArena
@@ -17,7 +17,7 @@ WIDTH = 24
 
 
 def make_store(reserve_tokens: int = 1 << 14, slab_tokens: int = 100, dtype: torch.dtype = torch.float32) -> HostStore:
-    """A store whose whole reservation is poisoned, so that an element written by mistake shows, as does one left out."""
+    """A store whose whole reservation is poisoned: an element written by mistake shows, as does one left out."""
     engine = engine_for(DEVICE)
     store = HostStore(
         WIDTH,

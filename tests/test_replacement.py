@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny import DEVICE
 
+from tests.tiny import DEVICE
 from tiered_kv.kernels.lookup import SlotTables, assign_slots
 from tiered_kv.policies.replacement import AGING_PERIOD, FREQUENCY_BONUS, MAX_USES, eviction_priority
 

@@ -18,8 +18,8 @@ torch.set_num_threads(1)  # operations of a few microseconds: threads only wait 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 LOGITS_TOLERANCE = 1e-4
-"""Float32, logits of the order of 1 to 10: pieces merged by log-sum-exp differ from one softmax by a few 1e-6 a layer, which
-norms and the head amplify; a single token of 150 left out changes logits by 1e-2 and more."""
+"""Float32, logits of the order of 1 to 10: pieces merged by log-sum-exp differ from one softmax by a few 1e-6 a layer,
+which norms and the head amplify; a single token of 150 left out changes logits by 1e-2 and more."""
 
 VOCABULARY = 97
 _COMMON: dict[str, Any] = dict(
@@ -128,7 +128,7 @@ def padded_prompt(tokens: int, padding: list[int], seed: int = 0) -> dict[str, t
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int = 24, **options: Any):
-    """Greedy ``generate()``: the new tokens ``[batch, new_tokens]`` and their logits ``[batch, new_tokens, vocabulary]``."""
+    """Greedy ``generate()``: new tokens ``[batch, new_tokens]`` and their logits ``[batch, new_tokens, vocabulary]``."""
     known = inputs["input_ids"].shape[1]
     options = {"do_sample": False, "max_new_tokens": new_tokens} | options
     out = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
