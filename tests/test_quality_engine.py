@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from benchmarks.quality import graph
 from benchmarks.quality import session as session_module
+from benchmarks.quality.graph import StepRunner
 from benchmarks.quality.methods import BASELINES, make_methods
 from benchmarks.quality.methods.clusters import ClusterOptions, Clusters
 from benchmarks.quality.methods.oracle import Oracle
@@ -64,6 +68,75 @@ def test_a_method_scores_the_same_alone_and_in_company():
     alone = forced_logits(model, make_methods(["h2o"], [16]))[:, 1]
     together = forced_logits(model, make_methods(["quest", "h2o", "clusterkv", "snapkv"], [32, 16]))
     torch.testing.assert_close(together[:, 4], alone, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph's likeness on the CPU: writes down operations, and refuses what a capture refuses."""
+
+    REFUSED = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in self.REFUSED, f"{func} reads or writes host memory"
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        """Run the operations again on the same tensors, into the same tensors."""
+        for func, args, kwargs, out in self.calls:
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Taped:
+    """A :class:`CapturedStep` by tape. Capturing must not run the step, so what it changed is put back."""
+
+    def __init__(self, forward, ids, positions) -> None:
+        self.ids, self.positions = ids.clone(), positions.clone()
+        layers = forward.__self__.cache.layers
+        sums = [share.state.sums for layer in layers for share in layer.shares if hasattr(share.state, "sums")]
+        before = [x.clone() for x in sums]
+        with Tape() as self.tape:
+            self.logits = forward(self.ids, self.positions)
+        for now, then in zip(sums, before, strict=True):
+            now.copy_(then)
+
+    def __call__(self, ids, positions):
+        self.ids.copy_(ids)
+        self.positions.copy_(positions)
+        self.tape.replay()
+        return self.logits.clone()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_step_can_be_captured_between_cuts_of_the_window(family, monkeypatch):
+    monkeypatch.setattr(graph, "WORTH_CAPTURING", 8)
+    model, methods = make_model(family), make_methods(list(BASELINES), [16, 24])
+    eager = forced_logits(model, methods)
+    with Session(model, methods, SMALL, cuda_graph=False) as session:
+        session.runner = StepRunner(session._forward, enabled=True, capture=Taped)
+        session.prefill(ids()[:PROMPT])
+        taped = torch.stack(list(session.decode(ids()[PROMPT:])))
+    assert session.runner.captures == 3
+    torch.testing.assert_close(taped, eager, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_cuda_graph_changes_nothing(family, monkeypatch):
+    monkeypatch.setattr(graph, "WORTH_CAPTURING", 8)
+    model, methods, logits = make_model(family), make_methods(list(BASELINES), [16, 24]), []
+    for cuda_graph in (False, True):
+        with Session(model, methods, SMALL, cuda_graph=cuda_graph) as session:
+            session.prefill(ids()[:PROMPT])
+            logits.append(torch.stack(list(session.decode(ids()[PROMPT:]))))
+    assert session.runner.captures == 3
+    torch.testing.assert_close(logits[1], logits[0], atol=LOGITS_TOLERANCE, rtol=0)
 
 
 def test_the_model_gets_its_own_attention_back_also_after_an_exception():

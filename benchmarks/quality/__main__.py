@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from benchmarks.quality.rows import RESULTS
 from benchmarks.quality.suites import SUITES, Suite
 
 ROWS = RESULTS / "quality.jsonl"
+BEGAN = time.monotonic()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--methods", help="baselines, comma-separated, or 'none'; ours is always there")
     run.add_argument("--tasks", help="comma-separated; items after a colon: passkey:20,ppl_books:2")
     run.add_argument("--budgets", help="tokens, comma-separated")
+    run.add_argument("--shard", default="0/1", help="i/n: every n-th task from the i-th on, for n processes at once")
+    run.add_argument("--stop-after", type=float, default=float("inf"), help="begin no task after so many seconds")
     run.add_argument("--no-ours", action="store_true", help="baselines only")
     run.set_defaults(action=_run)
     ablate = verbs.add_parser("ablate", help="measure variations of ours")
@@ -92,12 +96,17 @@ def _tasks(options: argparse.Namespace, suite: Suite) -> dict[str, int]:
     from benchmarks.quality.tasks import TASKS
 
     if not options.tasks:
-        return suite.tasks
+        return _shard(suite.tasks, options.shard)
     asked = dict(part.partition(":")[::2] for part in options.tasks.split(","))
     unknown = sorted(set(asked) - set(TASKS))
     if unknown:
         raise SystemExit(f"unknown task {unknown[0]!r}: expected any of {', '.join(TASKS)}")
-    return {name: int(count or suite.tasks.get(name, 4)) for name, count in asked.items()}
+    return _shard({name: int(count or suite.tasks.get(name, 4)) for name, count in asked.items()}, options.shard)
+
+
+def _shard(tasks: dict[str, int], shard: str) -> dict[str, int]:
+    index, _, count = shard.partition("/")
+    return dict(list(tasks.items())[int(index) :: int(count)])
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -119,6 +128,9 @@ def _run_model(name: str, suite: Suite, tasks: dict[str, int], plan: Any, option
     longest = getattr(subject.model.config.get_text_config(), "max_position_embeddings", suite.length)
     length = options.length or min(suite.models.get(name, suite.length), longest - 640)
     for task, count in tasks.items():
+        if time.monotonic() - BEGAN > options.stop_after:
+            print(f"{task}: left to the next run", file=sys.stderr)
+            continue
         run_task(subject, TASKS[task], Maker(encoder, data, length, count, options.seed), plan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import hashlib
 import json
 import os
@@ -39,6 +40,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def append_row(path: Path, row: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # several processes may write to one file
         file.write(json.dumps({"key": row_key(row), **row, **environment()}) + "\n")
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
+from benchmarks.quality.graph import StepRunner
 from benchmarks.quality.layer import ResearchLayer, Scoring
 from benchmarks.quality.methods.base import Method
 from benchmarks.quality.schedule import Schedule
@@ -46,34 +47,38 @@ class ResearchCache(Cache):
         length, device = self.get_seq_length(), self.layers[0].keys.device
         self.prompt_length, self.capacity = length, capacity
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
-        self.window_start = self._window_start(self.schedule.after_prefill(length), length)
+        self.unseen: dict[int | None, torch.Tensor] = {}
+        self.window_start = self.schedule.before_step(length, self.schedule.after_prefill(length))
         first = self.schedule.num_sink_tokens
         for layer in self.layers:
             layer.start_decoding(methods, first, max(first, self.window_start), self.place, capacity)
+            places = layer.kept + capacity
+            layer.unseen = self.unseen.setdefault(layer.window, torch.zeros(places, dtype=torch.bool, device=device))
 
-    def begin_step(self, step: int) -> None:
-        """Before decode step ``step``, counted from 0."""
+    def begin_step(self, step: int) -> bool:
+        """Before decode step ``step``, counted from 0; returns whether the window was cut, which changes shapes."""
         self.place.fill_(step)
-        start = self._window_start(self.window_start, self.prompt_length + step)
-        if start != self.window_start:
-            self.window_start = start
-            for layer in self.layers:
-                if layer.window is None and start > self.schedule.num_sink_tokens:
-                    layer.absorb(start)
-        unseen: dict[int | None, torch.Tensor] = {}
-        for layer in self.layers:
-            if layer.window not in unseen:
-                unseen[layer.window] = self._unseen(layer)
-            layer.unseen = unseen[layer.window]
+        for window, unseen in self.unseen.items():
+            self._mark_unseen(unseen, window)
+        start = self.schedule.before_step(self.prompt_length + step, self.window_start)
+        is_cut, self.window_start = start != self.window_start, start
+        for layer in self.layers if is_cut and start > self.schedule.num_sink_tokens else ():
+            if layer.window is None:
+                layer.absorb(start)
+        return is_cut
 
-    def _window_start(self, start: int, length: int) -> int:
-        return self.schedule.before_step(length, start)
+    def steps_to_cut(self, step: int) -> int:
+        """Decode steps from ``step`` on, itself included, before the window is cut again."""
+        full = self.schedule.window_size + self.schedule.decode_segment
+        return full - (self.prompt_length + step - self.window_start)
 
-    def _unseen(self, layer: ResearchLayer) -> torch.Tensor:
-        places = torch.arange(layer.kept + self.capacity, device=self.place.device)
-        newest = layer.kept + self.place
-        unseen = places > newest
-        return unseen if layer.window is None else unseen | (places <= newest - layer.window)
+    def _mark_unseen(self, unseen: torch.Tensor, window: int | None) -> None:
+        """Write, in place, which positions no row may attend to in this step."""
+        places = torch.arange(len(unseen), device=unseen.device)
+        newest = len(unseen) - self.capacity + self.place
+        torch.gt(places, newest, out=unseen)
+        if window is not None:
+            unseen |= places <= newest - window
 
 
 def research_attention(
@@ -106,14 +111,16 @@ class Session:
         model: A transformers causal language model.
         methods: What to compare. Row 0 is the full cache.
         schedule: Sinks and window granted to every method.
+        cuda_graph: Replay decode steps from CUDA graphs; ``None`` means on a GPU.
     """
 
-    def __init__(self, model: Any, methods: list[Method], schedule: Schedule) -> None:
+    def __init__(self, model: Any, methods: list[Method], schedule: Schedule, cuda_graph: bool | None = None) -> None:
         AttentionInterface.register(ATTENTION, research_attention)
         self.model, self.schedule = model, schedule
         self.methods = [Method(), *methods]
         self._before = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
+        self.runner = StepRunner(self._forward, model.device.type == "cuda" if cuda_graph is None else cuda_graph)
 
     def __enter__(self) -> Session:
         return self
@@ -157,7 +164,9 @@ class Session:
             token = logits[:1].argmax(1)
 
     def _step(self, step: int, ids: torch.Tensor) -> torch.Tensor:
-        self.cache.begin_step(step)
+        if self.cache.begin_step(step) or not step:
+            self.runner.reset()
         position = self.cache.prompt_length + step
         positions = torch.full((self.rows, 1), position, device=ids.device)
-        return self._forward(ids, positions).float()
+        left = min(self.cache.capacity - step, self.cache.steps_to_cut(step))
+        return self.runner.run(ids, positions, left).float()

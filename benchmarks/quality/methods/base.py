@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -99,12 +100,14 @@ class Method:
         """Candidates' keys and values ``[heads, candidates, dim]`` to attend to in place of the shared ones."""
 
 
-def budget_tensor(budgets: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """``[rows, 1, 1]`` int64, to compare with ranks ``[heads, rows, group, places]``."""
-    return torch.tensor(budgets, device=like.device)[:, None, None]
+@lru_cache(maxsize=64)
+def budget_tensor(budgets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """``[rows, 1, 1]`` int64, to compare with ranks ``[heads, rows, group, places]``; made once, as a captured step may
+    not read host memory."""
+    return torch.tensor(budgets, device=device)[:, None, None]
 
 
-def top_tokens(scores: torch.Tensor, budgets: Sequence[int]) -> torch.Tensor:
+def top_tokens(scores: torch.Tensor, budgets: tuple[int, ...]) -> torch.Tensor:
     """The best candidates of each row.
 
     Args:
@@ -116,7 +119,7 @@ def top_tokens(scores: torch.Tensor, budgets: Sequence[int]) -> torch.Tensor:
     """
     count = min(max(budgets), scores.shape[-1])
     best = scores.topk(count, dim=-1).indices
-    taken = torch.arange(count, device=scores.device) < budget_tensor(budgets, scores)
+    taken = torch.arange(count, device=scores.device) < budget_tensor(budgets, scores.device)
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, taken.expand_as(best))
 
 

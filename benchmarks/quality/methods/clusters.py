@@ -133,7 +133,7 @@ class Clusters(Method):
         best = ranking.argsort(dim=-1, descending=True, stable=True)
         sizes = state.sizes.expand_as(best).gather(3, best)
         ends = torch.empty_like(best).scatter_(3, best, sizes.cumsum(3))
-        budgets = budget_tensor(self.budgets, logits)
+        budgets = budget_tensor(self.budgets, logits.device)
         cluster_of = state.cluster_of.expand(-1, -1, best.shape[2], -1)
         if self.options.trim:
             starts = ends - state.sizes

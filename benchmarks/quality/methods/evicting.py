@@ -108,7 +108,7 @@ class SnapKV(Method):
         state.generated += keys.shape[2]
 
     def select(self, state: Ranked, query: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        budgets = budget_tensor(self.budgets, logits)
+        budgets = budget_tensor(self.budgets, logits.device)
         prompt = state.rank < budgets - state.generated
         age = torch.arange(state.generated - 1, -1, -1, device=logits.device)
         later = (age < budgets).expand(logits.shape[0], -1, -1, -1)

@@ -54,7 +54,7 @@ class Quest(Method):
         rank = torch.empty_like(best).scatter_(
             -1, best, torch.arange(best.shape[-1], device=best.device).expand_as(best)
         )
-        taken = rank < budget_tensor(self.budgets, logits) // self.page_size
+        taken = rank < budget_tensor(self.budgets, logits.device) // self.page_size
         return taken[..., state.page_of]
 
     def bounds(self, state: Pages, query: torch.Tensor) -> torch.Tensor:

@@ -17,4 +17,4 @@ class StreamingLLM(Method):
 
     def select(self, state: Any, query: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         age = torch.arange(logits.shape[3] - 1, -1, -1, device=logits.device)
-        return (age < budget_tensor(self.budgets, logits)).expand(logits.shape[0], -1, -1, -1)
+        return (age < budget_tensor(self.budgets, logits.device)).expand(logits.shape[0], -1, -1, -1)
