@@ -89,17 +89,18 @@ def tiered_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask for a kind of layer: the 2D padding mask as it is for full attention, SDPA's for sliding layers.
+    """The mask for a kind of layer: the 2D padding mask as it is where attention is causal, SDPA's everywhere else.
 
-    Raises:
-        TieredKVError: The model asks for a full-attention mask that is not causal.
+    Causal are full-attention layers, and sliding ones that no token has left yet, if their keys end with the newest token;
+    those of a static cache do not.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if local_size is None or q_offset + q_length <= local_size:  # or a window that no token has left
-        if local_size is None and kwargs.get("mask_function", causal_mask_function) is not causal_mask_function:
-            raise TieredKVError("a full-attention mask other than the causal one (packed or bidirectional) is not supported")
-        return attention_mask
+    tokens = None if isinstance(q_offset, torch.Tensor) else q_offset + q_length
+    if tokens == kv_length and kv_offset == 0:
+        is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+        if is_causal if local_size is None else tokens <= local_size:
+            return attention_mask
     return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         attention_mask=attention_mask, local_size=local_size, **kwargs,

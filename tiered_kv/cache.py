@@ -81,8 +81,8 @@ class LayerGroup:
         if mask is not None and mask is not self._seen_mask:
             if mask.ndim != 2:
                 raise TieredKVError(
-                    f"attention_mask: expected [batch, tokens], got {list(mask.shape)}; a mask of another kind, or a context"
-                    " beyond the model's sliding window"
+                    f"attention_mask: expected [batch, tokens], got {list(mask.shape)}: the mask is not the causal one (but"
+                    " packed or bidirectional), or the context exceeds the model's sliding window"
                 )
             self._seen_mask, self.padding = mask, _left_padding(mask)
 
