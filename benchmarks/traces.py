@@ -34,8 +34,8 @@ Hook = Callable[[torch.Tensor, torch.Tensor], None]
 
 MISS_RATES: dict[float, tuple[tuple[str, float, int], ...]] = {
     0.0: (("drift", 2.0, 0),),
-    0.1: (("smollm2", 1.5, 1), ("drift", 1.0, 1)),
-    0.4: (("gemma3", 2.0, 1), ("drift", 1.0, 6)),
+    0.1: (("smollm2", 1.0, 1), ("drift", 1.0, 1)),
+    0.4: (("gemma3", 2.0, 1), ("drift", 1.0, 16)),
 }
 """Trace, size of the GPU cluster cache in budgets and stride that come close to a token miss rate; the first whose
 trace is there serves."""
@@ -180,9 +180,9 @@ def record(model: Any, ids: torch.Tensor, steps: int, kv_config: TieredKVConfig,
     return recorder.ids(streams)
 
 
-def save(name: str, ids: np.ndarray, facts: dict[str, Any]) -> Path:
-    FOLDER.mkdir(exist_ok=True)
-    path = FOLDER / f"{name}.npz"
+def save(name: str, ids: np.ndarray, facts: dict[str, Any], folder: Path = FOLDER) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    path = folder / f"{name}.npz"
     np.savez_compressed(path, ids=ids, about=json.dumps(facts))
     return path
 
@@ -253,7 +253,7 @@ def _record_command(options: argparse.Namespace) -> None:
         "dtype": str(model.dtype),
         **about(),
     }
-    path = save(options.name or options.model.split("-")[0], found, facts)
+    path = save(options.name or options.model.split("-")[0], found, facts, options.folder)
     print(f"{path}: {found.shape[0]} streams, {found.shape[1]} steps, {path.stat().st_size / 2**20:.2f} MiB")
 
 
@@ -278,6 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     verb.add_argument("--streams", type=int, default=STREAMS, help="most layers times KV heads")
     verb.add_argument("--budget", type=int, default=2048, help="token budget of the cache that records")
     verb.add_argument("--text", help="file of the evaluation data, such as text/book_katrine.txt")
+    verb.add_argument("--folder", type=Path, default=FOLDER, help="where the trace goes")
     verb.set_defaults(run=_record_command)
     verb = verbs.add_parser("rates", help="predict miss rates by cache size")
     verb.add_argument("names", nargs="*")
