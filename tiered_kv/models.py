@@ -111,17 +111,22 @@ def _load(folder: str, gguf: str | None, device: str, dtype: str | None) -> tupl
 
     source = {"gguf_file": gguf} if gguf else {}
     config = AutoConfig.from_pretrained(folder, **source)
-    if gguf and config.model_type.startswith("gemma"):
-        logger.warning(
-            "transformers reads the tokenizer of Gemma GGUF files wrongly (2.2 characters a token instead of 3.9), so"
-            " the text of %s will be poor; load the model from the hub or a folder instead",
-            gguf,
-        )
+    if gguf:
+        _warn_of_wrong_tokenizer(config.model_type, gguf)
     # Given the config, neither reads the file's metadata once more: 3 s each for a vocabulary of 49k.
     tokenizer = AutoTokenizer.from_pretrained(folder, config=config, **source)
     chosen = _choose_dtype(dtype, device, gguf)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=chosen, **source)
     return model.to(device).eval(), tokenizer
+
+
+def _warn_of_wrong_tokenizer(model_type: str, gguf: str) -> None:
+    if model_type.startswith("gemma"):
+        logger.warning(
+            "transformers reads the tokenizer of Gemma GGUF files wrongly (2.2 characters a token instead of 3.9), so"
+            " the text of %s will be poor; load the model from the hub or a folder instead",
+            gguf,
+        )
 
 
 def _choose_dtype(dtype: str | None, device: str, gguf: str | None) -> str:

@@ -14,6 +14,7 @@ from tiered_kv.cache import TieredCache
 from tiered_kv.config import TieredKVConfig
 from tiered_kv.dispatch import kv_cache_dispatched
 from tiered_kv.generation import prefill
+from tiered_kv.planning import check_memory, kv_shape
 
 CPU_PREFILL_CHUNK = 1024
 """Tokens between two reports of progress on the CPU, where 8192 take the smallest model half a minute."""
@@ -90,6 +91,9 @@ def generate_tiered(
     Args:
         on_text: Called with each piece of new text.
         on_progress: Called with the tokens prefilled and those of the prompt, the last time at the first new token.
+
+    Raises:
+        TieredKVMemoryError: There is no room; raised before anything is computed.
     """
     total = input_ids.shape[1]
     watch = Watch(tokenizer, on_text, lambda: on_progress(total, total))
@@ -97,6 +101,7 @@ def generate_tiered(
     with kv_cache_dispatched(model, kv_config):
         cache = TieredCache(model.config, kv_config)
         try:
+            check_memory(kv_shape(model.config, model.dtype), kv_config, input_ids.device, total + max_new_tokens, 1)
             set_seed(sampling.seed)
             start = time.perf_counter()
             prefill(model, cache, input_ids, on_progress=on_progress, chunk_tokens=chunk)
