@@ -33,7 +33,10 @@ def model():
         if os.environ.get("TIERED_KV_REQUIRE_MODELS"):
             raise
         pytest.skip(f"{MODEL} cannot be fetched here: {reason}")
-    return load_model(MODEL, dtype=torch.float32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)  # tests of tiny models set it to 1
+    yield load_model(MODEL, dtype=torch.float32)
+    torch.set_num_threads(threads)
 
 
 def texts() -> list[str]:

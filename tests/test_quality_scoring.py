@@ -12,7 +12,15 @@ import torch
 from benchmarks.quality.rows import append_row, read_rows, row_key
 from benchmarks.quality.run import scored_steps
 from benchmarks.quality.schedule import Schedule
-from benchmarks.quality.scoring import ItemScores, bucket_edges, by_position, mean_and_interval, step_metrics, summarise
+from benchmarks.quality.scoring import (
+    ItemScores,
+    bucket_edges,
+    by_depth,
+    by_position,
+    mean_and_interval,
+    step_metrics,
+    summarise,
+)
 from benchmarks.quality.tasks.items import Item
 
 
@@ -70,6 +78,15 @@ def test_positions_are_averaged_over_items():
     assert (near["from"], near["to"], near["n"]) == (0, 64, 128)
     assert (near["nll_change"], far["nll_change"]) == pytest.approx((0.5, 1.5))
     assert near["kl"] == pytest.approx(0.3)
+
+
+def test_answers_are_averaged_by_depth():
+    full = [ItemScores([0], np.array([[1.0], [1], [0], [1]]), [(0, 1)], depth) for depth in (0.1, 0.2, 0.8)]
+    mine = [ItemScores([0], np.array([[nll], [0], [0], [1]]), [(0, 1)], d) for nll, d in ((2, 0.1), (4, 0.2), (1, 0.8))]
+    first, last = by_depth(mine, full)
+    assert (first["from"], first["n"], first["nll_change"], first["exact"]) == (0.0, 2, 2.0, 0.0)
+    assert (last["from"], last["n"], last["nll_change"]) == (0.75, 1, 0.0)
+    assert by_depth([scores([1.0])], [scores([1.0])]) == []
 
 
 def test_a_summary_gives_differences_from_the_full_cache():

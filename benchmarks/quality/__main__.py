@@ -10,6 +10,7 @@ python -m benchmarks.quality report                       # tables and plots fro
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 import time
 from collections.abc import Sequence
@@ -110,13 +111,16 @@ def _shard(tasks: dict[str, int], shard: str) -> dict[str, int]:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    import ast
-
+    """Options of ours given as ``name=value``; what is no Python literal is a string."""
     pairs = [pair.partition("=") for pair in options.set]
-    return {
-        name: ast.literal_eval(value) if value[:1] not in "abcdefghijklmnopqrstuvwxyz" else value
-        for name, _, value in pairs
-    }
+    return {name: _literal(value) for name, _, value in pairs}
+
+
+def _literal(value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
 
 
 def _run_model(name: str, suite: Suite, tasks: dict[str, int], plan: Any, options: argparse.Namespace) -> None:

@@ -117,7 +117,7 @@ def play(session: Session, item: Item) -> Replay:
         if step in wanted:
             references.append(logits[0].float().log_softmax(-1))
             values.append(step_metrics(logits, references[-1], targets[len(values)]))
-    return Replay(fed, steps, answers, torch.stack(references), targets, _per_row(values, steps, answers))
+    return Replay(fed, steps, answers, torch.stack(references), targets, _per_row(values, steps, answers, item))
 
 
 def _play_greedily(session: Session, item: Item) -> Replay:
@@ -130,7 +130,9 @@ def _play_greedily(session: Session, item: Item) -> Replay:
             targets.append(references[-1].argmax()[None])
             values.append(step_metrics(logits, references[-1], targets[-1]))
     tokens, answers = torch.cat(fed).tolist(), [(0, len(steps))]
-    return Replay(tokens, steps, answers, torch.stack(references), torch.cat(targets), _per_row(values, steps, answers))
+    return Replay(
+        tokens, steps, answers, torch.stack(references), torch.cat(targets), _per_row(values, steps, answers, item)
+    )
 
 
 def replay(session: TieredSession, item: Item, before: Replay) -> ItemScores:
@@ -142,12 +144,14 @@ def replay(session: TieredSession, item: Item, before: Replay) -> ItemScores:
         for step, logits in enumerate(session.decode(before.tokens))
         if step in place
     ]
-    return _per_row(values, before.scored, before.answers)[0]
+    return _per_row(values, before.scored, before.answers, item)[0]
 
 
-def _per_row(values: list[torch.Tensor], steps: list[int], answers: list[tuple[int, int]]) -> list[ItemScores]:
+def _per_row(
+    values: list[torch.Tensor], steps: list[int], answers: list[tuple[int, int]], item: Item
+) -> list[ItemScores]:
     table = torch.stack(values).permute(2, 1, 0).double().cpu().numpy()
-    return [ItemScores(steps, np.asarray(row), answers) for row in table]
+    return [ItemScores(steps, np.asarray(row), answers, item.meta.get("depth")) for row in table]
 
 
 def run_task(subject: Subject, task: Task, maker: Maker, plan: Plan) -> int:

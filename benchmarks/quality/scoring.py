@@ -46,11 +46,13 @@ class ItemScores:
         steps: Decode steps that were scored, ascending.
         values: ``[4, steps]`` the ``METRICS`` of each.
         answers: Ranges within ``steps`` that make one answer.
+        depth: Where in the prompt the answer was hidden, from 0 to 1, if it was.
     """
 
     steps: list[int]
     values: np.ndarray
     answers: list[tuple[int, int]]
+    depth: float | None = None
 
     def units(self, is_text: bool) -> Iterator[dict[str, float]]:
         """What is averaged: the item's answers, or a text's blocks of steps."""
@@ -106,6 +108,23 @@ def by_position(scores: Sequence[ItemScores], full: Sequence[ItemScores]) -> lis
     return rows
 
 
+DEPTHS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0))
+
+
+def by_depth(scores: Sequence[ItemScores], full: Sequence[ItemScores]) -> list[dict[str, float]]:
+    """Metrics of answers by the depth at which they were hidden."""
+    rows = []
+    for begin, end in DEPTHS:
+        pairs = [(s, f) for s, f in zip(scores, full, strict=True) if s.depth is not None and begin <= s.depth < end]
+        if not pairs:
+            continue
+        mine, best = ([unit for pair in pairs for unit in pair[side].units(False)] for side in (0, 1))
+        means = {name: float(np.mean([unit[name] for unit in mine])) for name in ("exact", "nll", "kl", "top1")}
+        change = means["nll"] - float(np.mean([unit["nll"] for unit in best]))
+        rows.append({"from": begin, "to": end, "n": len(mine), "nll_change": change, **means})
+    return rows
+
+
 def summarise(scores: Sequence[ItemScores], full: Sequence[ItemScores], is_text: bool) -> dict[str, object]:
     """What a row of results says about a method: means, differences from the full cache, and their intervals.
 
@@ -126,5 +145,7 @@ def summarise(scores: Sequence[ItemScores], full: Sequence[ItemScores], is_text:
     if is_text:
         summary["ppl_change_percent"] = [100 * math.expm1(x) for x in change["nll"]]
         summary["by_position"] = by_position(scores, full)
+    else:
+        summary["by_depth"] = by_depth(scores, full)
     summary["per_unit"] = {name: [round(unit[name], 5) for unit in mine] for name in names}
     return summary

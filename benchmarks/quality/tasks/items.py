@@ -86,7 +86,7 @@ class Maker:
     seed: int = 0
 
     def rngs(self, name: str) -> Iterator[Random]:
-        """A generator of random numbers for each item: item i is the same whatever ``count`` is."""
+        """A generator of random numbers for each item; item i's do not depend on how many items there are."""
         return (Random(f"{name}/{self.seed}/{index}") for index in range(self.count))
 
     def depths(self, name: str) -> list[float]:
