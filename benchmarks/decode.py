@@ -123,7 +123,7 @@ class Setting:
             facts["miss_rate"] = rate
             mine = self.row(
                 "ours", **timing.fields(), **facts, waits=decoder.waits(), replay_ms=decoder.replay_ms(),
-                stats=_memory_stats(cache), **_gpu_memory(), eager=self.model._tiered_kv.graph.refusal,
+                stats=ours.memory_stats(cache), **_gpu_memory(), eager=self.model._tiered_kv.graph.refusal,
             )  # fmt: skip
             generated = decoder.generated(self.plan.generated)
             overhead = round(generated.ms - timing.ms, 4)
@@ -153,11 +153,6 @@ def _gpu_memory() -> dict[str, Any]:
     return {"gpu_gib": round(torch.cuda.memory_reserved() / 2**30, 2)}
 
 
-def _memory_stats(cache: Any) -> dict[str, Any]:
-    stats = cache.stats()
-    return {name: stats[name] for name in stats if name.endswith("_bytes") or name.endswith("_per_lookup")}
-
-
 def profile_step(model: Any, kv_config: TieredKVConfig, batch: int, context: int, miss: float) -> str:
     """Kernels of one replayed step: name, count, µs."""
     from torch.profiler import ProfilerActivity, profile
@@ -185,16 +180,6 @@ def _kernel_table(profiler: Any) -> str:
     found = sorted((f for f in found if f[2]), key=lambda f: -f[2])
     total = [("all", sum(f[1] for f in found), sum(f[2] for f in found))]
     return rows.table(({"kernel": k, "count": c, "us": u} for k, c, u in total + found[:40]), ("kernel", "count", "us"))
-
-
-def kv_config_of(options: argparse.Namespace) -> TieredKVConfig:
-    """Our options: the library's defaults, or for smoke tests small ones."""
-    if not options.smoke:
-        return TieredKVConfig(token_budget=options.budget)
-    return TieredKVConfig(
-        token_budget=64, num_sink_tokens=4, window_size=8, decode_segment=128, prefill_segment=256,
-        tokens_per_cluster=4, max_cluster_tokens=8, block_size=4, kmeans_iterations=3,
-    )  # fmt: skip
 
 
 def settings(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
@@ -236,7 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = rows.device_of(options)
     rows.set_cap(options.cap_gib)
     model, out = shapes.make_model(options.shape, device), rows.open_rows("decode", options)
-    kv_config = kv_config_of(options)
+    kv_config = ours.kv_config(options)
     if options.profile:
         for batch, context in settings(options):
             print(f"{batch} x {context}, miss rate aimed at {options.miss[-1]}")

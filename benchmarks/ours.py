@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch
 
 from benchmarks import traces
 from benchmarks.rows import Timing, captured, time_steps
-from tiered_kv import TieredCache, kv_cache_dispatched
+from tiered_kv import TieredCache, TieredKVConfig, kv_cache_dispatched
 
 SETTLING = 40
 """Steps before anything is timed: the GPU cluster cache starts empty, and its misses take that long to settle."""
@@ -103,6 +104,22 @@ def decoding(model: Any, cache: TieredCache, trace: traces.Trace, stride: int = 
             decoder.rewind()
         finally:
             decoder.model = decoder.cache = None  # the caller may still hold the decoder
+
+
+def kv_config(options: argparse.Namespace) -> TieredKVConfig:
+    """Our options: the library's defaults at the budget asked for, or small ones for a smoke test."""
+    if not options.smoke:
+        return TieredKVConfig(token_budget=options.budget)
+    return TieredKVConfig(
+        token_budget=64, num_sink_tokens=4, window_size=8, decode_segment=128, prefill_segment=256,
+        tokens_per_cluster=4, max_cluster_tokens=8, block_size=4, kmeans_iterations=3,
+    )  # fmt: skip
+
+
+def memory_stats(cache: TieredCache) -> dict[str, Any]:
+    """Bytes by tier, and averages of the selections so far."""
+    stats = cache.stats()
+    return {name: stats[name] for name in stats if name.endswith(("_bytes", "_per_lookup"))}
 
 
 def miss_rate(before: tuple[int, int], after: tuple[int, int]) -> float:

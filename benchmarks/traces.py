@@ -34,8 +34,10 @@ Hook = Callable[[torch.Tensor, torch.Tensor], None]
 
 MISS_RATES: dict[float, tuple[tuple[str, float, int], ...]] = {
     0.0: (("drift", 2.0, 0),),
+    0.01: (("smollm2", 2.0, 1), ("drift", 4.0, 1)),
     0.1: (("smollm2", 1.0, 1), ("drift", 1.0, 1)),
-    0.4: (("gemma3", 2.0, 1), ("drift", 1.0, 16)),
+    0.2: (("gemma3", 2.0, 1), ("drift", 1.0, 4)),
+    0.4: (("gemma3", 1.0, 1), ("drift", 1.0, 16)),
 }
 """Trace, size of the GPU cluster cache in budgets and stride that come close to a token miss rate; the first whose
 trace is there serves."""
