@@ -101,6 +101,7 @@ def tiered_mask(
         is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
         if is_causal if local_size is None else tokens <= local_size:
             return attention_mask
+    kwargs["allow_is_causal_skip"] = False  # no mask means, to us, that the queries end where the keys do
     return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         attention_mask=attention_mask, local_size=local_size, **kwargs,
