@@ -12,6 +12,8 @@ import torch
 from tiered_kv.kernels.dispatch import tl, triton, use_triton
 
 QUERY_BLOCK = 512
+LEAST_CUDNN_TOKENS = 512
+"""cuDNN makes a plan for every new shape; shorter pieces are not worth one."""
 MERGE_TILE = 4096
 """Numbers a program merges; untuned."""
 
@@ -39,7 +41,8 @@ def attend_piece(
     """
     if softcap is None and key.shape[-1] == value.shape[-1] and key.shape[-1] % 8 == 0 and key.shape[-1] <= 256:
         if query.is_cuda and query.dtype != torch.float32:
-            return _flash_cuda(query, key, value, causal, scale)
+            flash = _cudnn if _suits_cudnn(query, key) else _flash_cuda
+            return flash(query, key, value, causal, scale)
         if query.is_cuda:
             return _efficient_cuda(query, key, value, causal, scale)
         if query.device.type == "cpu":
@@ -105,6 +108,25 @@ def merge_pieces_reference(out, lse, other_out, other_lse) -> tuple[torch.Tensor
     merged = torch.logaddexp(lse, other_lse)
     weight = torch.exp(lse - merged)[..., None]
     return torch.lerp(other_out.float(), out.float(), weight), merged
+
+
+def _suits_cudnn(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether cuDNN's kernel is the faster one, as it is from Hopper on.
+
+    32 heads, 8192 × 8192 tokens, head_dim 128, bf16, H200, torch 2.11: 0.90 ms against FlashAttention 2's 1.71 ms causal,
+    1.64 against 3.07 ms otherwise.
+    """
+    if min(query.shape[2], key.shape[2]) < LEAST_CUDNN_TOKENS or query.shape[3] > 128:
+        return False
+    is_new = torch.cuda.get_device_capability(query.device) >= (9, 0)
+    return is_new and torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
+
+
+def _cudnn(query, key, value, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, causal, False, scale=scale
+    )
+    return out, lse[..., 0]
 
 
 def _flash_cuda(query, key, value, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

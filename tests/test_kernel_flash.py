@@ -68,3 +68,14 @@ def test_merging_reads_outputs_that_flash_kernels_leave_transposed():
         merged = merge_pieces(out.half(), lse.clone(), other, other_lse)
     assert (merged[0] - expected[0]).abs().max() < 2e-3  # out was rounded to half
     assert (merged[1] - expected[1]).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="cuDNN's attention needs a CUDA device")
+@pytest.mark.parametrize(("queries", "tokens", "causal"), [(1001, 1001, True), (777, 1543, False), (513, 8277, False)])
+def test_long_pieces_of_odd_length(queries, tokens, causal):
+    query, key, value = tensors(torch.bfloat16, queries, tokens, group=4, dim=128)
+    both = torch.cat([key, value], 3)  # keys and values side by side, as segments are stored
+    expected, expected_lse = exact(query, key, value, causal, 0.1)
+    out, lse = attend_piece(query, both[..., :128], both[..., 128:], causal=causal, scale=0.1)
+    assert (out - expected).abs().max() < TOLERANCE[torch.bfloat16]
+    assert (lse - expected_lse).abs().max() < 1e-2

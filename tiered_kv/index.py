@@ -73,6 +73,27 @@ class ClusterIndex:
         self.num_clusters += count
         self.num_blocks += max_blocks(segment, self.config.block_size)
 
+    def trim(self, firsts: list[int]) -> list[int]:
+        """Close the gaps that segments have left at their ends: no row used all the clusters that they had room for.
+
+        Waits for the device.
+
+        Args:
+            firsts: First cluster of each segment; ascending, from 0.
+
+        Returns:
+            The same after trimming.
+        """
+        assert self.tables is not None
+        ends = [*firsts[1:], self.num_clusters]
+        exists = self.tables.sizes > 0
+        used = torch.stack([exists[:, a:b].sum(1).max() for a, b in zip(firsts, ends, strict=True)]).tolist()
+        kept = torch.cat([torch.arange(a, a + n) for a, n in zip(firsts, used, strict=True)]).to(exists.device)
+        trimmed = {name: table.index_select(1, kept) for name, table in self.tables.items()}
+        self.num_clusters = len(kept)
+        self.tables = _tables(_grown(trimmed, trimmed, _capacity(self.num_clusters)))
+        return [sum(used[:i]) for i in range(len(used))]
+
     def truncate(self, num_clusters: int, num_blocks: int) -> None:
         """Forget all but the first clusters and blocks."""
         if self.tables is not None:
@@ -82,7 +103,7 @@ class ClusterIndex:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row i becomes what row ``rows[i]`` was."""
         if self.tables is not None:
-            self.tables = IndexTables(**{f.name: None for f in fields(IndexTables)} | _rows_of(self.tables, rows))
+            self.tables = _tables({name: table[rows] for name, table in self.tables.items()})
 
     def _describe(self, segment: ClusteredSegment, first_token: int) -> IndexTables:
         rows, tokens = segment.order.shape
@@ -114,9 +135,8 @@ class ClusterIndex:
         capacity = 0 if self.tables is None else self.tables.sizes.shape[1]
         if num_clusters <= capacity:
             return
-        grown = -(-num_clusters // GRANULE) * GRANULE
         old = {} if self.tables is None else dict(self.tables.items())
-        self.tables = IndexTables(**{f.name: None for f in fields(IndexTables)} | _grown(like, old, grown))
+        self.tables = _tables(_grown(dict(like.items()), old, _capacity(num_clusters)))
 
 
 def max_blocks(segment: ClusteredSegment, block_size: int) -> int:
@@ -124,13 +144,19 @@ def max_blocks(segment: ClusteredSegment, block_size: int) -> int:
     return segment.order.shape[1] // block_size + segment.sizes.shape[1]
 
 
-def _rows_of(tables: IndexTables, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: table[rows] for name, table in tables.items()}
+def _capacity(num_clusters: int) -> int:
+    """Clusters to have room for: some to spare."""
+    return (num_clusters // GRANULE + 1) * GRANULE
 
 
-def _grown(like: IndexTables, old: dict[str, torch.Tensor], capacity: int) -> dict[str, torch.Tensor]:
+def _grown(like: dict[str, torch.Tensor], old: dict[str, torch.Tensor], capacity: int) -> dict[str, torch.Tensor]:
     """Zeroed tables of the given capacity, shaped like ``like``, with the old content first."""
     grown = {name: t.new_zeros((t.shape[0], capacity, *t.shape[2:])) for name, t in like.items()}
     for name, table in old.items():
         grown[name][:, : table.shape[1]] = table
     return grown
+
+
+def _tables(named: dict[str, torch.Tensor]) -> IndexTables:
+    """Those without a name (variances, when there is no spread term) are ``None``."""
+    return IndexTables(**dict.fromkeys((field.name for field in fields(IndexTables))) | named)  # type: ignore[arg-type]

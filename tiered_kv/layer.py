@@ -74,6 +74,7 @@ class TieredLayer:
         self.left_padding: list[int] | None = None
         self.segments: list[Segment] = []
         self._chunk: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._is_untrimmed = False
 
     @lasting
     def start(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -150,16 +151,35 @@ class TieredLayer:
 
     def _earlier_pieces(self) -> Iterator[Piece]:
         """Sinks, stored segments and window: everything before the chunk, all on the device when yielded."""
-        padding = self.left_padding or [0] * self.batch
-        sinks = self.config.num_sink_tokens
-        if self.segments:
-            yield Piece(self._by_sequence(self.window.sinks), [(0, _clip(self.clustered - p, 0, sinks)) for p in padding])
+        near = self._near_pieces()
         for segment, tokens in zip(self.segments, self.engine.load(map(self._read, self.segments)), strict=True):
-            counts = [_clip(segment.start + segment.length - p - sinks, 0, segment.length) for p in padding]
-            yield Piece(self._by_sequence(tokens), [(0, count) for count in counts])
+            far = Piece(self._by_sequence(tokens), [self._clustered_in(segment, p) for p in self._paddings])
+            if near and self.left_padding is None:  # one call of a flash kernel instead of three
+                parts = [piece.tokens[:, :, slice(*piece.spans[0])] for piece in (*near, far)]
+                far, near = Piece(torch.cat(parts, dim=2), [(0, sum(p.shape[2] for p in parts))]), []
+            yield far
+        yield from near
+
+    def _near_pieces(self) -> list[Piece]:
+        """Sinks and window, where there are any."""
+        sinks, window = self.window.sinks, self.window.tokens
+        pieces = []
+        if self.segments and sinks.shape[1]:
+            counts = [_clip(self.clustered - p, 0, sinks.shape[1]) for p in self._paddings]
+            pieces.append(Piece(self._by_sequence(sinks), [(0, count) for count in counts]))
         if self.window.length:
-            starts = [_clip(p - self.clustered, 0, self.window.length) for p in padding]
-            yield Piece(self._by_sequence(self.window.tokens), [(s, self.window.length) for s in starts])
+            starts = [_clip(p - self.clustered, 0, self.window.length) for p in self._paddings]
+            pieces.append(Piece(self._by_sequence(window), [(start, self.window.length) for start in starts]))
+        return pieces
+
+    def _clustered_in(self, segment: Segment, padding: int) -> tuple[int, int]:
+        """The tokens of a stored segment that are neither padding nor sinks: they come first."""
+        first = padding + self.config.num_sink_tokens
+        return 0, _clip(segment.start + segment.length - first, 0, segment.length)
+
+    @property
+    def _paddings(self) -> list[int]:
+        return self.left_padding or [0] * self.batch
 
     def _by_sequence(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens.view(self.batch, self.kv_heads, *tokens.shape[1:])
@@ -177,7 +197,10 @@ class TieredLayer:
         key, value = self._chunk
         self._chunk = None
         tokens = torch.cat([self.window.tokens, self._as_rows(key, value)], dim=1)
-        while self.length > self.config.dense_until and tokens.shape[1] >= self._prefill_segment() + self.config.window_size:
+        while (
+            self.length > self.config.dense_until
+            and tokens.shape[1] >= self._prefill_segment() + self.config.window_size
+        ):
             tokens = self._store_segment(tokens, self._prefill_segment())
         self._show_window(tokens, capacity=tokens.shape[1])
 
@@ -212,7 +235,15 @@ class TieredLayer:
             self._show_window(tokens, capacity=self._full_window)
         elif self.window.capacity != self._full_window:
             self._show_window(self.window.tokens, capacity=self._full_window)
+        self._trim_index()
         self.engine.wait_for_offloads()
+
+    def _trim_index(self) -> None:
+        """After long segments, and only then, wait for the device to learn how many clusters they have come to."""
+        if self._is_untrimmed:
+            firsts = self.index.trim([segment.first_cluster for segment in self.segments])
+            self.segments = [replace(s, first_cluster=f) for s, f in zip(self.segments, firsts, strict=True)]
+            self._is_untrimmed = False
 
     def _prefill_segment(self) -> int:
         """Length of the next prefill segment: the first one also takes the sinks along, which are not clustered."""
@@ -232,6 +263,7 @@ class TieredLayer:
         self.segments.append(self._record(start, length, first_token))
         self.index.append(clustered, first_token)
         cluster_cache.reserve_blocks(self.index.block_capacity)
+        self._is_untrimmed |= length > self.config.decode_segment
         return rest
 
     def _record(self, start: int, length: int, first_token: int) -> Segment:
@@ -244,9 +276,8 @@ class TieredLayer:
         Returns:
             Which tokens are to be clustered, ``[rows, tokens]`` bool: neither padding nor sinks; ``None`` for all.
         """
-        padding = self.left_padding or [0] * self.batch
         sinks = self.config.num_sink_tokens
-        if max(padding) + sinks <= start:
+        if max(self._paddings) + sinks <= start:
             return None
         first_sink = self._row_padding[:, None]
         position = first_sink + torch.arange(sinks, device=self.device)
@@ -397,4 +428,3 @@ class TieredLayer:
 
 def _clip(value: int, least: int, most: int) -> int:
     return max(least, min(value, most))
-
