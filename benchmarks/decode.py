@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import fill, ours, peers, rows, shapes, traces
+from benchmarks import capped, fill, ours, peers, rows, shapes, traces
+from benchmarks.fill import HOST_BYTES
 from tiered_kv import TieredKVConfig
-
-HOST_BYTES = 100 << 30
-"""Most that a fill pins; the machine has 128 GiB."""
 
 BARS = {
     ("floor", 1, 131072, 0.1): 1.35,
@@ -228,8 +226,6 @@ def main(arguments: list[str] | None = None) -> None:
             print(profile_step(model, kv_config, batch, context, options.miss[-1]))
         return
     if options.cap_gib:
-        from benchmarks import capped
-
         capped.run(model, kv_config, out, options)
     else:
         for batch, context in settings(options):

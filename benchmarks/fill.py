@@ -15,6 +15,8 @@ from transformers import DynamicCache, StaticCache
 from tiered_kv import TieredCache, TieredKVConfig, attention
 
 TOKENS_PER_CENTRE = 12
+HOST_BYTES = 100 << 30
+"""Most that a fill may pin; the machine has 128 GiB."""
 STATIC_ROOM = 512
 """Tokens that a static cache takes beyond the context."""
 
