@@ -225,7 +225,7 @@ def test_a_run_resumes_where_rows_are_missing(tmp_path):
     config, path = small_config(token_budget=16), tmp_path / "rows.jsonl"
 
     class Maker:
-        length, count, seed = PROMPT, 1, 0
+        length, count, seed, steps = PROMPT, 1, 0, 512
 
     def plan(names, configs):
         return Plan(make_methods(names, [16]), configs, SMALL, path, quiet=True)

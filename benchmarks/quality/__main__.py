@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a name of benchmarks.models, a hub id or a folder; default: the suite's")
     parser.add_argument("--length", type=int, help="tokens of a prompt")
+    parser.add_argument("--steps", type=int, help="decode steps of a running text")
     parser.add_argument("--data", type=Path, help="folder of evaluation data (TIERED_KV_DATA)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="weights and cache; float32 keeps rounding out of the KL")
@@ -135,7 +136,9 @@ def _run_model(name: str, suite: Suite, tasks: dict[str, int], plan: Any, option
         if time.monotonic() - BEGAN > options.stop_after:
             print(f"{task}: left to the next run", file=sys.stderr)
             continue
-        run_task(subject, TASKS[task], Maker(encoder, data, length, count, options.seed), plan)
+        run_task(
+            subject, TASKS[task], Maker(encoder, data, length, count, options.seed, options.steps or suite.steps), plan
+        )
 
 
 def _load(name: str, options: argparse.Namespace) -> tuple[Any, Any, Any]:

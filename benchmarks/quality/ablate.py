@@ -90,7 +90,10 @@ def ablate(
     configs = [(_name(changes), replace(base, **changes)) for name in wanted for changes in VARIATIONS.get(name, [])]
     methods = make_methods(["streaming_llm", "oracle"], [budget]) + (_simulated(budget) if "sim" in wanted else [])
     plan = Plan(methods, configs, schedule_of(base), options.rows)
-    makers = {task: Maker(encoder, data, length, count, options.seed) for task, count in CORE_TASKS.items()}
+    makers = {
+        task: Maker(encoder, data, length, count, options.seed, options.steps or 512)
+        for task, count in CORE_TASKS.items()
+    }
     return sum(run_task(subject, TASKS[task], maker, plan) for task, maker in makers.items())
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 KEY_FIELDS = (
-    "model", "model_sha256", "dtype", "task", "length", "items", "seed", "method", "settings", "budget", "schedule",
+    "model", "model_sha256", "dtype", "task", "length", "items", "steps", "seed", "method", "settings", "budget",
+    "schedule",
 )  # fmt: skip
 
 

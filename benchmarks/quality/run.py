@@ -162,7 +162,7 @@ def run_task(subject: Subject, task: Task, maker: Maker, plan: Plan) -> int:
     """
     facts = {
         "model": subject.name, "model_sha256": subject.sha256, "dtype": subject.dtype, "task": task.name,
-        "is_text": task.is_text, "length": maker.length, "items": maker.count, "seed": maker.seed,
+        "is_text": task.is_text, "length": maker.length, "items": maker.count, "steps": maker.steps, "seed": maker.seed,
         "schedule": asdict(plan.schedule),
     }  # fmt: skip
     methods = [method for method in plan.methods if not _is_done(facts, _variants([method]), plan)]

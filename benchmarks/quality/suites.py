@@ -15,6 +15,7 @@ class Suite:
         budgets: Candidates attended.
         methods: Baselines; ours is always there.
         tasks: Items of each task.
+        steps: Decode steps of a running text.
     """
 
     models: dict[str, int]
@@ -22,6 +23,7 @@ class Suite:
     budgets: tuple[int, ...]
     methods: tuple[str, ...]
     tasks: dict[str, int]
+    steps: int = 512
 
 
 SUITES = {
@@ -30,7 +32,8 @@ SUITES = {
         length=3000,
         budgets=(512,),
         methods=("streaming_llm", "oracle", "quest", "snapkv", "clusterkv"),
-        tasks={"ppl_python": 1, "passkey": 3, "niah_multikey": 2, "copying": 1},
+        tasks={"ppl_python": 2, "passkey": 3, "niah_multikey": 2, "copying": 1},
+        steps=64,
     ),
     "full": Suite(
         models={"smollm2-135m": 7500, "gemma3-270m": 30000},

@@ -77,6 +77,7 @@ class Maker:
         length: Tokens of a prompt, at most and nearly.
         count: Items to make.
         seed: Of everything random.
+        steps: Tokens at the end of a running text that are fed as decode steps, at most; a quarter of a short one.
     """
 
     encoder: Encoder
@@ -84,6 +85,7 @@ class Maker:
     length: int
     count: int
     seed: int = 0
+    steps: int = 512
 
     def rngs(self, name: str) -> Iterator[Random]:
         """A generator of random numbers for each item; item i's do not depend on how many items there are."""

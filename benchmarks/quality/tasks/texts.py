@@ -9,18 +9,11 @@ from benchmarks.quality.tasks.data import Data, python_help, python_source
 from benchmarks.quality.tasks.haystack import prose
 from benchmarks.quality.tasks.items import Item, Maker, Task
 
-STEPS = 512
-"""Tokens at the end of a text that are fed as decode steps (fewer in short texts: a quarter)."""
-
 COPIED, CUE = 160, 32
 """Tokens of the passage that returns, and of its beginning that the prompt repeats."""
 
 GENERATED = 4096
 """Tokens of a long generation."""
-
-
-def steps_of(length: int) -> int:
-    return min(STEPS, length // 4)
 
 
 def continuation(name: str, read: Callable[[Data, int], str]) -> Task:
@@ -33,7 +26,7 @@ def continuation(name: str, read: Callable[[Data, int], str]) -> Task:
     def make(maker: Maker) -> Iterator[Item]:
         for index, rng in enumerate(maker.rngs(name)):
             ids = _excerpt(maker, read(maker.data, index), maker.length + 1, rng)
-            cut = len(ids) - steps_of(maker.length) - 1
+            cut = len(ids) - min(maker.steps, maker.length // 4) - 1
             yield Item(ids[:cut], ids[cut:], [(1, len(ids) - cut)])
 
     return Task(name, make, is_text=True)
