@@ -159,4 +159,4 @@ def _grown(like: dict[str, torch.Tensor], old: dict[str, torch.Tensor], capacity
 
 def _tables(named: dict[str, torch.Tensor]) -> IndexTables:
     """Those without a name (variances, when there is no spread term) are ``None``."""
-    return IndexTables(**dict.fromkeys((field.name for field in fields(IndexTables))) | named)  # type: ignore[arg-type]
+    return IndexTables(**dict.fromkeys(field.name for field in fields(IndexTables)) | named)  # type: ignore[arg-type]
