@@ -35,13 +35,15 @@ def tag(layer: TieredCacheLayer, key: torch.Tensor, value: torch.Tensor) -> tupl
     key, value = key.view_as(key), value.view_as(value)
     setattr(key, _TAG, layer)
     setattr(value, _TAG, layer)
-    _untaken.layer = layer
+    _untaken.is_set = True
     return key, value
 
 
-def clear() -> None:
-    """Forget a layer that was tagged and not attended to, as an exception between the two leaves it."""
-    _untaken.layer = None
+def clear() -> bool:
+    """Forget that a layer was tagged and not attended to, as an exception between the two leaves it; tells if there was one."""
+    was_set = getattr(_untaken, "is_set", False)
+    _untaken.is_set = False
+    return was_set
 
 
 def tiered_attention(
@@ -65,8 +67,7 @@ def tiered_attention(
         TieredKVError: The model changes keys or values after ``update()``.
     """
     layer = getattr(key, _TAG, None)
-    was_taken = getattr(_untaken, "layer", None) is None
-    _untaken.layer = None
+    was_taken = not clear()
     if layer is not None and getattr(value, _TAG, None) is layer:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = layer.attend(query, attention_mask, scale=scale, softcap=softcap, attention_sinks=s_aux)
@@ -96,6 +97,7 @@ def tiered_mask(
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+    clear()  # a forward pass begins with its masks
     tokens = None if isinstance(q_offset, torch.Tensor) else q_offset + q_length
     if tokens == kv_length and kv_offset == 0:
         is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function

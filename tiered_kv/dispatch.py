@@ -54,6 +54,7 @@ def dispatch_kv_cache(model: Any, config: TieredKVConfig | None = None, **option
     model._tiered_kv = generation.Dispatch(config, key, previous)
     if config.cuda_graph is not False:
         _install_graph(model, model._tiered_kv)
+    model._tiered_kv.previous_generate = model.__dict__.get("generate")
     model.generate = types.MethodType(generation.generate, model)
     model.kv_cache_stats = types.MethodType(kv_cache_stats, model)
     return model
@@ -64,10 +65,10 @@ def remove_kv_dispatch(model: Any) -> Any:
     dispatch = model.__dict__.pop("_tiered_kv", None)
     if dispatch is None:
         return model
-    model.__dict__.pop("generate", None)
     model.__dict__.pop("kv_cache_stats", None)
+    _put_back(model, "generate", dispatch.previous_generate)
     if dispatch.graph is not None:
-        _remove_graph(model, dispatch)
+        _put_back(model, "forward", dispatch.previous_forward)
     _set_attention(model, dispatch.text_config_key, dispatch.previous_attention)
     return model
 
@@ -109,11 +110,11 @@ def _install_graph(model: Any, dispatch: generation.Dispatch) -> None:
     model.forward = dispatch.graph
 
 
-def _remove_graph(model: Any, dispatch: generation.Dispatch) -> None:
-    if dispatch.previous_forward is None:
-        model.__dict__.pop("forward", None)
-    else:
-        model.forward = dispatch.previous_forward
+def _put_back(model: Any, name: str, found: Any) -> None:
+    """What was set on the instance before, or nothing, so that the class's own shows again."""
+    model.__dict__.pop(name, None)
+    if found is not None:
+        setattr(model, name, found)
 
 
 def _text_config_key(model: Any) -> str | None:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Dispatch:
     previous_attention: str
     graph: DecodeGraph | None = None
     previous_forward: Callable[..., Any] | None = None
+    previous_generate: Callable[..., Any] | None = None
     last_stats: dict[str, Any] | None = None
     _last_cache: Callable[[], TieredCache | None] = field(default=lambda: None)
 
@@ -55,23 +57,23 @@ class Dispatch:
 
     def __deepcopy__(self, memo: dict) -> Dispatch:
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and not f.name.startswith("_")}
-        return Dispatch(**kept | {name: deepcopy(kept[name], memo) for name in ("graph", "previous_forward")})
+        return Dispatch(**kept | {name: deepcopy(kept[name], memo) for name in ("graph", "previous_forward", "previous_generate")})
 
 
 def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     """``generate()`` of a dispatched model: as the model's own, with a :class:`TieredCache` unless told otherwise."""
     dispatch: Dispatch = self._tiered_kv
-    stock = type(self).generate
-    names = list(inspect.signature(stock).parameters)[2:]
+    stock = dispatch.previous_generate or MethodType(type(self).generate, self)
+    names = list(inspect.signature(type(self).generate).parameters)[2:]
     kwargs |= dict(zip(names, args, strict=False))
     if not _wants_tiered_cache(self, kwargs):
-        return stock(self, inputs, **kwargs)
+        return stock(inputs, **kwargs)
     cache = kwargs.get("past_key_values") or TieredCache(self.config, dispatch.config)
     kwargs["past_key_values"] = cache
     dispatch.watch(cache)
     try:
         _prepare(self, cache, inputs, kwargs)
-        return stock(self, inputs, **kwargs)
+        return stock(inputs, **kwargs)
     finally:
         attention.clear()
         dispatch.note_end(cache)
