@@ -99,6 +99,7 @@ def timed(model: Any, cache: Any, trace: str, out: rows.Rows, plan: Any, facts: 
         timing, rate = decoder.timed(plan.steps, plan.measurements)
         return out.add(
             what="ours", batch=decoder.batch, **facts, **timing.fields(), trace=trace, miss_rate=rate,
+            gpu_cache_size=cache.kv_config.gpu_cache_size,
             tokens_per_s=round(decoder.batch * 1e3 / timing.ms, 1), settings=cache.kv_config.to_dict(),
             stats=ours.memory_stats(cache),
         )  # fmt: skip

@@ -115,7 +115,12 @@ class Setting:
         name, gpu_cache_size, stride = traces.for_miss_rate(miss)
         fill.with_gpu_cache(cache, gpu_cache_size)
         peers.release()
-        facts = {"miss_target": miss, "trace": name, "settings": cache.kv_config.to_dict()}
+        facts = {
+            "miss_target": miss,
+            "trace": name,
+            "gpu_cache_size": gpu_cache_size,
+            "settings": cache.kv_config.to_dict(),
+        }
         with ours.decoding(self.model, cache, traces.load(name), stride) as decoder:
             timing, rate = decoder.timed(self.plan.steps, self.plan.measurements)
             facts["miss_rate"] = rate

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 from benchmarks import ours, peers, rows, shapes
 from benchmarks.models import is_available, load_model, load_tokenizer
@@ -79,7 +80,7 @@ class Bench:
 
     def static_graph(self) -> dict[str, Any] | None:
         """The raw step in a graph; ``None`` where transformers' static layers cannot be captured."""
-        cache = StaticCache(config=self.model.config, max_cache_len=self.ids.shape[1] + 512)
+        cache = static_cache(self.model.config, self.ids.shape[1] + 512)
         token, position = self.ids[:, :1].clone(), torch.full_like(self.ids[:, :1], self.ids.shape[1])
         self.model(input_ids=self.ids, past_key_values=cache, logits_to_keep=1)
         try:
@@ -112,6 +113,28 @@ class Bench:
     def _step(self, cache: TieredCache) -> Any:
         token = self.ids[:, :1].clone()
         return lambda: self.model(input_ids=token, past_key_values=cache)
+
+
+class CapturableSlidingLayer(StaticSlidingWindowLayer):
+    """transformers' own, but for a tensor that it brings from the host at every step, which no capture allows."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
+        if key_states.shape[2] > 1 or self.cumulative_length_int < self.max_cache_len:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.cumulative_length_int += 1
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            held.copy_(held.roll(-1, dims=2))
+            held[:, :, -1:].copy_(new)
+        return self.keys, self.values
+
+
+def static_cache(config: Any, tokens: int) -> StaticCache:
+    """A StaticCache all of whose layers can be captured."""
+    cache = StaticCache(config=config, max_cache_len=tokens)
+    for layer in cache.layers:
+        if type(layer) is StaticSlidingWindowLayer:
+            layer.__class__ = CapturableSlidingLayer
+    return cache
 
 
 def _counted(cache: TieredCache) -> tuple[int, int]:
