@@ -25,8 +25,8 @@ class HostStore:
         dtype: Of the keys and values.
         reserve_tokens: Tokens, counted per KV head and sequence, to reserve address space for; the store moves to a
             larger reservation when they do not suffice.
-        slab_tokens: Least number of tokens that memory is taken for at a time. A segment never crosses two slabs: they are
-            page-locked one by one, and a copy may not span two locked ranges.
+        slab_tokens: Least number of tokens that memory is taken for at a time. A segment never crosses two slabs: they
+            are page-locked one by one, and a copy may not span two locked ranges.
         pin: Page-lock the memory.
         engine: Copies to and from the device.
     """

@@ -1,7 +1,7 @@
 """Host memory that grows in slabs at one address: reserved once, committed and page-locked piece by piece.
 
-``pin_memory=True`` rounds sizes up to powers of two and took 0.8 s a GiB; ``cudaHostRegister`` on memory of exact size took
-0.07 s a GiB and copies as fast (H200, PCIe 5; DESIGN.md "What was measured").
+``pin_memory=True`` rounds sizes up to powers of two and took 0.8 s a GiB; ``cudaHostRegister`` on memory of exact size
+took 0.07 s a GiB and copies as fast (H200, PCIe 5; DESIGN.md "What was measured").
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class HostArena:
         """
         offset, num_bytes = self.committed_bytes, _round_up(num_bytes, mmap.PAGESIZE)
         if offset + num_bytes > self.capacity_bytes:
-            raise MemoryError(f"host arena of {self.capacity_bytes} bytes has no room for {num_bytes} more after {offset}")
+            raise MemoryError(
+                f"host arena of {self.capacity_bytes} bytes has no room for {num_bytes} more after {offset}"
+            )
         if self.pin:
             self._pin(self.bytes.data_ptr() + offset, num_bytes)
         self.committed_bytes += num_bytes
@@ -52,9 +54,9 @@ class HostArena:
         self._finalizer()
 
     def _pin(self, address: int, num_bytes: int) -> None:
-        error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)
-        if int(error) != 0:
-            raise MemoryError(f"could not page-lock {num_bytes} bytes of host memory (cudaHostRegister error {int(error)})")
+        error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+        if error != 0:
+            raise MemoryError(f"could not page-lock {num_bytes} bytes of host memory (cudaHostRegister error {error})")
         self._pinned.append(address)
 
 

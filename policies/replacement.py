@@ -1,7 +1,7 @@
 """Which block leaves the GPU cluster cache first: priorities over arrays.
 
-A policy turns a slot's history (when it was last used, how often) into a number; the slot with the lowest number goes first,
-ties by slot number. All arithmetic is in integers, so that every implementation orders alike, to the bit.
+A policy turns a slot's history (when it was last used, how often) into a number; the slot with the lowest number goes
+first, ties by slot number. All arithmetic is in integers, so that every implementation orders alike, to the bit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def eviction_priority(policy: str, uses: torch.Tensor, last_used: torch.Tensor, 
     """Priority to stay, int64: the lowest goes first.
 
     Args:
-        policy: ``"lru"``: the least recently used goes first. ``"lfu"``: the one with the fewest aged uses, among equals
-            the least recent. ``"lru_lfu"``: recency, with each aged use worth ``FREQUENCY_BONUS`` steps.
+        policy: ``"lru"``: the least recently used goes first. ``"lfu"``: the one with the fewest aged uses, among
+            equals the least recent. ``"lru_lfu"``: recency, with each aged use worth ``FREQUENCY_BONUS`` steps.
         uses: ``[rows, slots]`` int32 uses, aged to ``last_used``.
         last_used: ``[rows, slots]`` int32 step of the last use.
         step: ``[rows, 1]`` int32 the present step, at least ``last_used``.

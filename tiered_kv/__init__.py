@@ -7,9 +7,10 @@ import os as _os
 
 # In a source checkout kernels/, offload/ and policies/ stand beside this folder; installed, they stand inside it.
 _root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
-if not _os.path.isdir(_os.path.join(__path__[0], "kernels")) and _os.path.isfile(_os.path.join(_root, "pyproject.toml")):
+_is_installed = _os.path.isdir(_os.path.join(__path__[0], "kernels"))
+if not _is_installed and _os.path.isfile(_os.path.join(_root, "pyproject.toml")):
     __path__.append(_root)
-del _os, _root
+del _os, _root, _is_installed
 
 from tiered_kv.config import TieredKVConfig  # noqa: E402
 from tiered_kv.errors import TieredKVError, TieredKVMemoryError  # noqa: E402

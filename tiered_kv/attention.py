@@ -1,8 +1,8 @@
 """What transformers calls: the attention function and the mask function registered under the name ``"tiered_kv"``.
 
-``update()`` of a tiered cache layer returns the new keys and values as views that carry their layer as an attribute; the
-attention function finds it there. A model that computes new keys or values after ``update()`` loses the attribute, and is
-refused, since what it attends to is not what the cache holds.
+``update()`` of a tiered cache layer returns the new keys and values as views that carry their layer as an attribute;
+the attention function finds it there. A model that computes new keys or values after ``update()`` loses the attribute, and
+is refused, since what it attends to is not what the cache holds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from tiered_kv.errors import TieredKVError
 
 if TYPE_CHECKING:
-    from tiered_kv.cache import TieredCacheLayer
+    from tiered_kv.cache import SlidingCacheLayer, TieredCacheLayer
 
 NAME = "tiered_kv"
 _TAG = "_tiered_kv_layer"
@@ -30,7 +30,9 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, tiered_mask)
 
 
-def tag(layer: TieredCacheLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def tag(
+    layer: TieredCacheLayer | SlidingCacheLayer, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Fresh views of key and value that carry their cache layer to the attention function."""
     key, value = key.view_as(key), value.view_as(value)
     setattr(key, _TAG, layer)
@@ -40,7 +42,7 @@ def tag(layer: TieredCacheLayer, key: torch.Tensor, value: torch.Tensor) -> tupl
 
 
 def clear() -> bool:
-    """Forget that a layer was tagged and not attended to, as an exception between the two leaves it; tells if there was one."""
+    """Forget, and tell, whether a layer was tagged and not attended to, as an exception between the two leaves it."""
     was_set = getattr(_untaken, "is_set", False)
     _untaken.is_set = False
     return was_set
@@ -66,9 +68,9 @@ def tiered_attention(
     Raises:
         TieredKVError: The model changes keys or values after ``update()``.
     """
-    layer = getattr(key, _TAG, None)
+    layer: TieredCacheLayer | SlidingCacheLayer | None = getattr(key, _TAG, None)
     was_taken = not clear()
-    if layer is not None and getattr(value, _TAG, None) is layer:
+    if layer is not None and layer is getattr(value, _TAG, None):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = layer.attend(query, attention_mask, scale=scale, softcap=softcap, attention_sinks=s_aux)
         return out.transpose(1, 2).contiguous(), None
@@ -92,8 +94,8 @@ def tiered_mask(
 ) -> torch.Tensor | None:
     """The mask for a kind of layer: the 2D padding mask as it is where attention is causal, SDPA's everywhere else.
 
-    Causal are full-attention layers, and sliding ones that no token has left yet, if their keys end with the newest token;
-    those of a static cache do not.
+    Causal are full-attention layers, and sliding ones that no token has left yet, if their keys end with the newest
+    token; those of a static cache do not.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -111,7 +113,7 @@ def tiered_mask(
 
 
 def _plain_attention(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs):
-    """SDPA, which sliding layers and other caches take; with softcap or learned sinks, which SDPA drops, in plain torch."""
+    """SDPA, for sliding layers and other caches; with softcap or learned sinks, which SDPA drops, in plain torch."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     mask = _as_4d(attention_mask, query, key)
@@ -119,7 +121,8 @@ def _plain_attention(module, query, key, value, attention_mask, scaling, dropout
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    logits = torch.matmul(query, key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = torch.matmul(query, key.transpose(2, 3)).float() * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~_causal(query, key) if mask is None else ~mask, torch.finfo(torch.float32).min)
@@ -131,7 +134,7 @@ def _plain_attention(module, query, key, value, attention_mask, scaling, dropout
 
 
 def _as_4d(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """A mask SDPA understands; full-attention layers without a tiered cache get the 2D one, which has to become causal."""
+    """A mask SDPA understands; full-attention layers of other caches get the 2D one, which has to become causal."""
     queries, tokens = query.shape[2], key.shape[2]
     if mask is not None and mask.ndim == 2:
         return mask[:, None, None, -tokens:].bool() & _causal(query, key)

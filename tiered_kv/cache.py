@@ -1,4 +1,4 @@
-"""The tiered cache as transformers knows caches: one layer of ours for each full-attention layer, stock ones for the rest."""
+"""The tiered cache as transformers knows caches: a layer of ours for each full-attention layer, stock ones for the rest."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class LayerGroup:
         if mask is not None and mask is not self._seen_mask:
             if mask.ndim != 2:
                 raise TieredKVError(
-                    f"attention_mask: expected [batch, tokens], got {list(mask.shape)}: the mask is not the causal one (but"
-                    " packed or bidirectional), or the context exceeds the model's sliding window"
+                    f"attention_mask: expected [batch, tokens], got {list(mask.shape)}: the mask is not the causal one"
+                    " (but packed or bidirectional), or the context exceeds the model's sliding window"
                 )
             self._seen_mask, self.padding = mask, _left_padding(mask)
 
@@ -221,7 +221,7 @@ class SlidingCacheLayer(DynamicSlidingWindowLayer):
         self._leave_buffer()
         super().crop(tokens_to_remove)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         self._leave_buffer()
         super().reorder_cache(beam_idx)
 
@@ -242,6 +242,8 @@ class SlidingCacheLayer(DynamicSlidingWindowLayer):
         return self.group.lane(self.device, self.sliding_window)
 
     def _enter_buffer(self) -> SlidingBuffer:
+        assert self.keys is not None
+        assert self.values is not None
         self.buffer = SlidingBuffer(
             self.keys, self.values, sliding_window=self.sliding_window, seen=self.cumulative_length,
             padding=self.group.padding, clock=self._lane.clock,
@@ -299,9 +301,9 @@ class TieredCache(Cache):
 
     def capture_obstacle(self) -> str | None:
         """Why decode steps of this cache cannot be captured in a CUDA graph, if so."""
-        kinds = {type(layer).__name__ for layer in self.layers} - {TieredCacheLayer.__name__, SlidingCacheLayer.__name__}
-        if kinds:
-            return f"layers of kind {', '.join(sorted(kinds))} change their addresses"
+        others = {type(layer) for layer in self.layers} - {TieredCacheLayer, SlidingCacheLayer}
+        if others:
+            return f"layers of kind {', '.join(sorted(kind.__name__ for kind in others))} change their addresses"
         if len({layer.device for layer in self.group.layers}) > 1:
             return "the model's layers are on several devices"
         return None
@@ -316,7 +318,8 @@ class TieredCache(Cache):
     def can_roll_back(self) -> bool:
         """Whether :meth:`crop` can drop the newest token: not once a sliding window has left the first one behind."""
         return all(
-            getattr(layer, "record_past", True) or layer.get_seq_length() < getattr(layer, "sliding_window", 0)
+            getattr(layer, "record_past", True)
+            or (isinstance(layer, SlidingCacheLayer) and layer.get_seq_length() < layer.sliding_window)
             for layer in self.layers
         )
 

@@ -16,8 +16,8 @@ class TieredKVConfig:
     """Options of a :class:`~tiered_kv.TieredCache`; frozen, and checked when built.
 
     Args:
-        token_budget: Tokens attended per KV head and step besides sinks and window. Contexts of at most this many tokens
-            stay wholly on the GPU and are attended exactly.
+        token_budget: Tokens attended per KV head and step besides sinks and window. Contexts of at most this many
+            tokens stay wholly on the GPU and are attended exactly.
         num_sink_tokens: First tokens of a sequence (after left padding); always attended, always on the GPU.
         window_size: Newest tokens that are always attended and never clustered.
         decode_segment: Tokens that gather beyond ``window_size`` before they are clustered and sent to the host.
@@ -29,16 +29,19 @@ class TieredKVConfig:
         center_keys: Subtract a segment's mean key before clustering by direction.
         block_size: Tokens a block, the unit the GPU cluster cache is allocated in. A cluster takes one or more.
         gpu_cache_size: Size of the GPU cluster cache in budgets, at least 1.
-        policy: Which cluster leaves the GPU cache first: ``"lru"``, ``"lfu"`` (aged) or ``"lru_lfu"``. Changes time, never tokens.
-        index_dtype: Storage of centroids, mean values and variances: ``"int8"`` with one scale a cluster, or ``"model"``
-            for the model's own dtype. int8 lost nothing measurable at half the memory.
+        policy: Which cluster leaves the GPU cache first: ``"lru"``, ``"lfu"`` (aged) or ``"lru_lfu"``. Changes time,
+            never tokens.
+        index_dtype: Storage of centroids, mean values and variances: ``"int8"`` with one scale a cluster, or
+            ``"model"`` for the model's own dtype. int8 lost nothing measurable at half the memory.
         estimate: Add the estimate of every cluster not attended (size · exp(score), mean value) to the output.
         spread: Share of the second-order term ½·qᵀΣq, from the clusters' per-channel key variance, added to scores and
             estimates; 0 stores no variances.
         spread_limit: Upper bound of that term in the estimate (natural log units).
-        dense_context: Context length up to which attention is exact and nothing is clustered; ``None`` means ``token_budget``.
+        dense_context: Context length up to which attention is exact and nothing is clustered; ``None`` means
+            ``token_budget``.
         cuda_graph: Replay decode steps from a CUDA graph; ``None`` means where the model and its layers allow it.
-        pin_memory: Page-lock the host store so that the GPU can read it directly; ``None`` means when the model is on CUDA.
+        pin_memory: Page-lock the host store so that the GPU can read it directly; ``None`` means when the model is on
+            CUDA.
         host_memory_limit: Most bytes the host store may take; ``None`` means what the machine (or its cgroup) has free.
         gpu_memory_limit: Most bytes KV and index may take on the GPU; ``None`` means what is free.
 

@@ -17,8 +17,8 @@ from tiered_kv.graphs import DecodeGraph
 def dispatch_kv_cache(model: Any, config: TieredKVConfig | None = None, **options: Any) -> Any:
     """Make plain ``model.generate()`` use a tiered KV cache, from here on.
 
-    The model is changed in place and returned: its attention implementation becomes ``"tiered_kv"``, ``generate`` makes a
-    :class:`TieredCache` when it is given none, and ``model.kv_cache_stats()`` tells what the newest one did.
+    The model is changed in place and returned: its attention implementation becomes ``"tiered_kv"``, ``generate`` makes
+    a :class:`TieredCache` when it is given none, and ``model.kv_cache_stats()`` tells what the newest one did.
     :func:`remove_kv_dispatch` undoes all of it.
 
     Args:
@@ -61,7 +61,7 @@ def dispatch_kv_cache(model: Any, config: TieredKVConfig | None = None, **option
 
 
 def remove_kv_dispatch(model: Any) -> Any:
-    """Undo :func:`dispatch_kv_cache`; the model is returned as it was found. A model not dispatched is returned as it is."""
+    """Undo :func:`dispatch_kv_cache`; the model is returned as it was found, also one that was not dispatched."""
     dispatch = model.__dict__.pop("_tiered_kv", None)
     if dispatch is None:
         return model

@@ -57,7 +57,8 @@ class Dispatch:
 
     def __deepcopy__(self, memo: dict) -> Dispatch:
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and not f.name.startswith("_")}
-        return Dispatch(**kept | {name: deepcopy(kept[name], memo) for name in ("graph", "previous_forward", "previous_generate")})
+        bound = ("graph", "previous_forward", "previous_generate")
+        return Dispatch(**kept | {name: deepcopy(kept[name], memo) for name in bound})
 
 
 def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +88,7 @@ def _wants_tiered_cache(model: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _prepare(model: Any, cache: TieredCache, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Bring ``cache`` to where the stock ``generate()`` handles it rightly, prefilling all but the prompt's last chunk."""
+    """Bring ``cache`` to where the stock ``generate()`` handles it rightly: with all but the prompt's last chunk in it."""
     if _option(model, kwargs, "output_attentions"):
         raise TieredKVError("output_attentions: a tiered cache never forms attention weights")
     _unset(model, kwargs, "cache_implementation")
@@ -145,7 +146,7 @@ def _unset(model: Any, kwargs: dict[str, Any], name: str) -> Any:
 
 
 def _has_other_inputs(kwargs: dict[str, Any]) -> bool:
-    """Whether the model gets more than ids and mask (positions, embeddings, images): then its own code prepares them."""
+    """Whether the model gets more than ids and mask (positions, embeddings, images), which its own code prepares."""
     tensors = {name for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
     return not tensors <= {"input_ids", "attention_mask"}
 
@@ -164,13 +165,13 @@ def _reopen_full_cache(cache: TieredCache, prompt_tokens: int) -> None:
         return
     if held > prompt_tokens:
         raise TieredKVError(
-            f"the cache holds {held} tokens and the prompt has {prompt_tokens}: give the whole text, or only its new tokens"
-            " with the attention_mask of the whole text; to go back in the text, crop() the cache first"
+            f"the cache holds {held} tokens and the prompt has {prompt_tokens}: give the whole text, or only its new"
+            " tokens with the attention_mask of the whole text; to go back in the text, crop() the cache first"
         )
     if not cache.can_roll_back:
         raise TieredKVError(
-            "the cache holds the whole prompt already, and its sliding layers have dropped what they would need to go back"
-            " by a token; prefill all but the prompt's last token"
+            "the cache holds the whole prompt already, and its sliding layers have dropped what they would need to go"
+            " back by a token; prefill all but the prompt's last token"
         )
     cache.crop(-1)
 

@@ -1,7 +1,8 @@
 """Decode steps as one CUDA graph: captured once, replayed for every token, under plain ``generate()``.
 
-A decode step of a tiered cache reads nothing from the host: lengths, tables and slots live on the GPU at fixed addresses.
-So the whole model's step can be captured, and replayed until an address changes (the index grew, a dense window grew).
+A decode step of a tiered cache reads nothing from the host: lengths, tables and slots live on the GPU at fixed
+addresses. So the whole model's step can be captured, and replayed until an address changes (the index grew, a dense
+window grew).
 What changes shapes or addresses happens between steps, in :meth:`Lane.make_room`.
 """
 
@@ -48,7 +49,7 @@ class DecodeGraph:
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """One forward pass of the model."""
         cache = inputs.get("past_key_values")
-        if args or not _is_decode_step(cache, inputs):
+        if args or not isinstance(cache, TieredCache) or not _is_decode_step(cache, inputs):
             return self.forward(*args, **inputs)
         if self._cache() is not cache:
             self._cache, self._step, self._is_warm = weakref.ref(cache), None, False
@@ -60,7 +61,7 @@ class DecodeGraph:
         return DecodeGraph(copy.deepcopy(self.forward, memo), self.refusal)
 
     def _is_ready(self, cache: TieredCache) -> bool:
-        """Whether the step can come from a graph; the first one runs eagerly, which compiles and sets up what it needs."""
+        """Whether the step can come from a graph; the first one runs eagerly, which compiles and sets up its kernels."""
         self._refuse(self.refusal or cache.capture_obstacle())
         if self.refusal is not None or not self._is_warm:
             self._is_warm = True

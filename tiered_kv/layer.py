@@ -63,8 +63,8 @@ class TieredLayer:
     Args:
         config: Options.
         clock: Length of the window, shared with the other layers of the device.
-        is_shared: Other layers attend to this layer's keys and values too (``num_kv_shared_layers``), so a chunk is kept
-            until the next one comes.
+        is_shared: Other layers attend to this layer's keys and values too (``num_kv_shared_layers``), so a chunk is
+            kept until the next one comes.
     """
 
     def __init__(self, config: TieredKVConfig, clock: WindowClock, is_shared: bool = False) -> None:
@@ -223,7 +223,7 @@ class TieredLayer:
 
     @lasting
     def make_room(self) -> None:
-        """Before a decode step: make room in the window for a token more, by clustering its older part when it is full."""
+        """Before a decode step: make room in the window for a token, by clustering its older part when it is full."""
         self._settle()
         if self.length < self.config.dense_until:
             self.window.reserve(self.window.length + 1)
@@ -338,7 +338,7 @@ class TieredLayer:
         softcap: float | None = None,
         attention_sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of the newest token's query ``[batch, query_heads, 1, head_dim]``; nothing here waits for the device."""
+        """Attention of the newest token's query ``[batch, query_heads, 1, head_dim]``; nothing waits for the device."""
         batch, query_heads, _, head_dim = query.shape
         q = query.reshape(self.rows, query_heads // self.kv_heads, head_dim)
         if attention_sinks is not None:
@@ -352,7 +352,9 @@ class TieredLayer:
     def _recall(self, q: torch.Tensor, scale: float, softcap: float | None) -> tuple[Attended, Estimated | None]:
         """Score, select, look up, recall: what this step attends to and what it estimates."""
         c, t = self.config, self.index.tables
-        assert t is not None and self.cluster_cache is not None and self.store is not None
+        assert t is not None
+        assert self.store is not None
+        assert self.cluster_cache is not None
         logits, scores = score_clusters(
             q, t.centroids, t.centroid_scales, t.variances, t.variance_scales, t.sizes,
             scale=scale, softcap=softcap, spread=c.spread, spread_limit=c.spread_limit,
@@ -378,7 +380,7 @@ class TieredLayer:
 
     @lasting
     def crop(self, tokens: int) -> None:
-        """Drop the newest ``tokens`` tokens. Segments that are cut into come back into the window whole, but for those."""
+        """Drop the newest ``tokens`` tokens. Segments that are cut into come back into the window, but for those."""
         self._settle()
         self.length -= tokens
         while self.clustered > self.length:
@@ -391,7 +393,8 @@ class TieredLayer:
 
     def _unstore_last_segment(self) -> None:
         """Bring the newest segment back into the window, in the order of its positions."""
-        assert self.store is not None and self.cluster_cache is not None
+        assert self.store is not None
+        assert self.cluster_cache is not None
         self.engine.finish_offloads()
         segment = self.segments.pop()
         positions = self.store.read_positions(segment.first_token, segment.stored_rows, segment.length)

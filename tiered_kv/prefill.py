@@ -1,6 +1,7 @@
 """Exact attention of a prompt's chunk: to itself, and to everything before it, piece by piece.
 
-Left padding is skipped by slicing, one sequence at a time, so that no piece ever needs a mask and flash kernels serve all.
+Left padding is skipped by slicing, one sequence at a time, so that no piece ever needs a mask and flash kernels serve
+all.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Window:
         return Recent(self.buffer, self.num_sinks, self.start, self.clock.length, self.sink_capacity)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the newest token's ``[batch, kv_heads, 1, dim]`` at the place the clock gives; ``length`` is not changed."""
+        """Write the newest token's ``[batch, kv_heads, 1, dim]`` at the place the clock gives; ``length`` stays."""
         append_token(self.buffer, key, value, self.clock.length, self.sink_capacity)
 
     def replace(self, tokens: torch.Tensor, capacity: int) -> None:
