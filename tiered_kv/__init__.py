@@ -25,7 +25,7 @@ _HOMES = {
     "kv_cache_stats": "tiered_kv.dispatch",
     "remove_kv_dispatch": "tiered_kv.dispatch",
 }
-__all__ = ["TieredKVConfig", "TieredKVError", "TieredKVMemoryError", *_HOMES]  # noqa: PLE0604
+__all__ = ["TieredKVConfig", "TieredKVError", "TieredKVMemoryError", *_HOMES]
 
 
 def __getattr__(name: str):

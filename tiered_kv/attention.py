@@ -1,8 +1,8 @@
 """What transformers calls: the attention function and the mask function registered under the name ``"tiered_kv"``.
 
 ``update()`` of a tiered cache layer returns the new keys and values as views that carry their layer as an attribute;
-the attention function finds it there. A model that computes new keys or values after ``update()`` loses the attribute, and
-is refused, since what it attends to is not what the cache holds.
+the attention function finds it there. A model that computes new keys or values after ``update()`` loses the attribute,
+and is refused, since what it attends to is not what the cache holds.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def tiered_attention(
     """
     layer: TieredCacheLayer | SlidingCacheLayer | None = getattr(key, _TAG, None)
     was_taken = not clear()
-    if layer is not None and layer is getattr(value, _TAG, None):
+    is_whole = layer is getattr(value, _TAG, None)
+    if layer is not None and is_whole:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = layer.attend(query, attention_mask, scale=scale, softcap=softcap, attention_sinks=s_aux)
         return out.transpose(1, 2).contiguous(), None

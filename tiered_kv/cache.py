@@ -1,4 +1,4 @@
-"""The tiered cache as transformers knows caches: a layer of ours for each full-attention layer, stock ones for the rest."""
+"""The tiered cache as transformers knows caches: our layers for full attention, stock ones, or nearly so, for the rest."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _wants_tiered_cache(model: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _prepare(model: Any, cache: TieredCache, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Bring ``cache`` to where the stock ``generate()`` handles it rightly: with all but the prompt's last chunk in it."""
+    """Bring ``cache`` to where the stock ``generate()`` handles it rightly, all but the prompt's last chunk in it."""
     if _option(model, kwargs, "output_attentions"):
         raise TieredKVError("output_attentions: a tiered cache never forms attention weights")
     _unset(model, kwargs, "cache_implementation")

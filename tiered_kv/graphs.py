@@ -61,7 +61,7 @@ class DecodeGraph:
         return DecodeGraph(copy.deepcopy(self.forward, memo), self.refusal)
 
     def _is_ready(self, cache: TieredCache) -> bool:
-        """Whether the step can come from a graph; the first one runs eagerly, which compiles and sets up its kernels."""
+        """Whether the step can come from a graph; the first one runs eagerly, which compiles its kernels."""
         self._refuse(self.refusal or cache.capture_obstacle())
         if self.refusal is not None or not self._is_warm:
             self._is_warm = True
