@@ -1,4 +1,4 @@
-"""The tiered cache as transformers knows caches: our layers for full attention, stock ones, or nearly so, for the rest."""
+"""The tiered cache as transformers knows caches: layers of ours for full attention, nearly stock ones for the rest."""
 
 from __future__ import annotations
 
