@@ -314,7 +314,7 @@ def deepseek_v3():
 def test_latent_attention_is_refused_at_the_first_forward():
     model = dispatch_kv_cache(deepseek_v3(), SPARSE)
     for _ in range(2):
-        with pytest.raises(TieredKVError, match="DeepseekV3Attention rebuilds keys or values .* latent attention"):
+        with pytest.raises(TieredKVError, match=r"DeepseekV3Attention rebuilds keys or values .* latent attention"):
             model.generate(IDS, max_new_tokens=4)
     assert model.generate(IDS, max_new_tokens=4, use_cache=False).shape == (1, 94)
     remove_kv_dispatch(model)

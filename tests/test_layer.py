@@ -14,7 +14,7 @@ from tiered_kv.lockstep import Lane
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
 SCALE = HEAD_DIM**-0.5
 TOLERANCE = 1e-5
-"""Float32 against float64: logits of up to 10 round by some 1e-6, weights relatively as much, and values are up to 5."""
+"""Float32 against float64: logits of up to 10 round by some 1e-6, weights by as much, relatively; values reach 5."""
 
 SHORT = [0, 5, 70, 89]
 """Left padding of a 90-token prompt: none, less than the sinks and a few, more than a segment, all but one token."""

@@ -128,7 +128,7 @@ def padded_prompt(tokens: int, padding: list[int], seed: int = 0) -> dict[str, t
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int = 24, **options: Any):
-    """Greedy ``generate()``: new tokens ``[batch, new_tokens]`` and their logits ``[batch, new_tokens, vocabulary]``."""
+    """Greedy ``generate()``: the new tokens ``[batch, new_tokens]`` and their logits ``[..., vocabulary]``."""
     known = inputs["input_ids"].shape[1]
     options = {"do_sample": False, "max_new_tokens": new_tokens} | options
     out = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
