@@ -23,8 +23,8 @@ KEY = (
 )  # fmt: skip
 COLUMNS: dict[str, tuple[str, ...]] = {
     "decode": (
-        "what", "batch", "context", "cap_gib", "gpu_cache_size", "miss_rate", "ms", "ms_p10", "ms_p90", "tokens_per_s", "peer", "ratio",
-        "bar", "won", "note",
+        "what", "batch", "context", "cap_gib", "gpu_cache_size", "miss_rate", "ms", "ms_p10", "ms_p90",
+        "tokens_per_s", "peer", "ratio", "bar", "won", "note",
     ),
     "prefill": (
         "what", "batch", "context", "cap_gib", "ms", "ms_p10", "ms_p90", "peak_gib", "ratio", "bar", "won", "note",
@@ -63,20 +63,23 @@ def label(row: Row) -> str:
 
 
 def decode_plot(found: list[Row], axes_of: Callable[[int], Any]) -> None:
-    """A panel for each batch and context: bars of milliseconds a token, on a log axis, spread as whiskers."""
+    """A panel for each batch and context: milliseconds a token on a log axis, with their spread."""
     timed = [r for r in found if r["what"] in ("ours", *NAMES) and "ms" in r and not r.get("cap_gib")]
     places = sorted({(row["batch"], row["context"]) for row in timed})
     for axis, place in zip(axes_of(len(places)), places, strict=True):
         here = [row for row in timed if (row["batch"], row["context"]) == place]
-        _bars(axis, sorted(here, key=lambda row: row["ms"]), f"{place[0]} x {place[1] // 1024}k tokens")
+        _dots(axis, sorted(here, key=lambda row: row["ms"]), f"{place[0]} x {place[1] // 1024}k tokens")
 
 
-def _bars(axis: Any, here: list[Row], title: str) -> None:
-    middle = [row["ms"] for row in here]
-    spread = [[r["ms"] - r["ms_p10"] for r in here], [r["ms_p90"] - r["ms"] for r in here]]
-    bars = axis.barh([label(row) for row in here], middle, xerr=spread, color=[COLOURS[row["what"]] for row in here])
-    axis.bar_label(bars, [f" {ms:.1f}" for ms in middle], fontsize=8)
-    axis.set(title=title, xscale="log", xlabel="ms a token (log)", xlim=(min(middle) / 2, max(middle) * 3))
+def _dots(axis: Any, here: list[Row], title: str) -> None:
+    for place, row in enumerate(here):
+        spread = [[row["ms"] - row["ms_p10"]], [row["ms_p90"] - row["ms"]]]
+        axis.errorbar(row["ms"], place, xerr=spread, fmt="o", color=COLOURS[row["what"]], capsize=3)
+        axis.annotate(f"{row['ms']:.1f}", (row["ms"], place), (8, 5), textcoords="offset points", fontsize=8)
+    times = [row["ms"] for row in here]
+    axis.set(title=title, xscale="log", xlabel="ms a token (log)", xlim=(min(times) / 1.5, max(times) * 2.5))
+    axis.set_yticks(range(len(here)), [label(row) for row in here])
+    axis.grid(axis="x", alpha=0.3)
     axis.invert_yaxis()
 
 
