@@ -6,6 +6,7 @@ took 0.07 s a GiB and copies as fast (H200, PCIe 5; DESIGN.md "What was measured
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 import weakref
@@ -13,6 +14,7 @@ import weakref
 import torch
 
 _MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
+_HUGE_PAGE = 2 << 20
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context
 
 
@@ -45,6 +47,7 @@ class HostArena:
                 f"host arena of {self.capacity_bytes} bytes has no room for {num_bytes} more after {offset}"
             )
         if self.pin:
+            self._fault_in(offset, num_bytes)
             self._pin(self.bytes.data_ptr() + offset, num_bytes)
         self.committed_bytes += num_bytes
         return offset
@@ -52,6 +55,13 @@ class HostArena:
     def close(self) -> None:
         """Unlock the pages; dropping the arena does the same. The memory goes when the last tensor over it does."""
         self._finalizer()
+
+    def _fault_in(self, offset: int, num_bytes: int) -> None:
+        """Take the pages, huge ones where they fit, on all cores: page-locking would take them one by one on one core."""
+        if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes)
+        self.bytes[offset : offset + num_bytes].zero_()
 
     def _pin(self, address: int, num_bytes: int) -> None:
         error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
