@@ -177,12 +177,15 @@ def profile_step(model: Any, kv_config: TieredKVConfig, batch: int, context: int
 
 
 def _kernel_table(profiler: Any) -> str:
-    """On the CPU, where there are none, the operators instead."""
-    clock = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    found = [(event.key[:90], event.count, getattr(event, clock)) for event in profiler.key_averages()]
-    found = sorted((f for f in found if f[2]), key=lambda f: -f[2])
-    total = [("all", sum(f[1] for f in found), sum(f[2] for f in found))]
-    return rows.table(({"kernel": k, "count": c, "us": u} for k, c, u in total + found[:40]), ("kernel", "count", "us"))
+    """Kernels by time; on the CPU, where there are none, operators."""
+    on_gpu, found = torch.cuda.is_available(), []
+    for event in profiler.key_averages():
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if us and (event.device_type.name == "CUDA") == on_gpu:
+            found.append({"kernel": event.key[:90], "count": event.count, "us": round(us, 1)})
+    found.sort(key=lambda row: -row["us"])
+    total = {"kernel": "all", "count": sum(r["count"] for r in found), "us": sum(r["us"] for r in found)}
+    return rows.table([total, *found[:40]], ("kernel", "count", "us"))
 
 
 def settings(options: argparse.Namespace) -> Iterator[tuple[int, int]]:

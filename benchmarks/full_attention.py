@@ -43,7 +43,7 @@ def gqa(query, key, value, scale: float, backend: SDPBackend | None = None) -> t
 def folded(query, key, value, scale: float, backend: SDPBackend = SDPBackend.FLASH_ATTENTION) -> torch.Tensor:
     """The group as the query's length."""
     batch, heads, _, dim = query.shape
-    q = query.view(batch, key.shape[1], -1, dim)
+    q = query.reshape(batch, key.shape[1], -1, dim)
     with sdpa_kernel(backend):
         return scaled_dot_product_attention(q, key, value, scale=scale).reshape(batch, heads, 1, dim)
 
@@ -51,11 +51,11 @@ def folded(query, key, value, scale: float, backend: SDPBackend = SDPBackend.FLA
 def split(query, key, value, scale: float, pieces: int) -> torch.Tensor:
     """FlashDecoding by hand: pieces of the keys as heads, then their outputs weighed by exp(lse)."""
     batch, kv_heads, tokens, dim = key.shape
-    q = query.view(batch, kv_heads, 1, -1, dim).expand(-1, -1, pieces, -1, -1).flatten(1, 2)
+    q = query.reshape(batch, kv_heads, 1, -1, dim).expand(-1, -1, pieces, -1, -1).flatten(1, 2)
     k, v = (x.view(batch, kv_heads * pieces, tokens // pieces, dim) for x in (key, value))
     out, lse = attend_piece(q, k, v, causal=False, scale=scale)
-    weight = lse.view(batch, kv_heads, pieces, -1, 1).softmax(2)
-    return (out.view(batch, kv_heads, pieces, -1, dim) * weight).sum(2).to(query.dtype).view(query.shape)
+    weight = lse.reshape(batch, kv_heads, pieces, -1, 1).softmax(2)
+    return (out.reshape(batch, kv_heads, pieces, -1, dim) * weight).sum(2).to(query.dtype).reshape(query.shape)
 
 
 def candidates(tokens: int, device: torch.device) -> dict[str, Attention]:

@@ -44,7 +44,7 @@ run_part() {
   prefill_capped) part prefill_capped 150 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \
     python -m benchmarks.prefill --contexts 131072 --cap-gib 24 --out "$OUT/prefill.jsonl" ;;
   small) part small 200 python -m benchmarks.small_models --out "$OUT/small_models.jsonl" ;;
-  trace) part trace 120 python -m benchmarks.traces record gemma3-270m --tokens 30000 --text text/book_katrine.txt \
+  trace) part trace 120 python -m benchmarks.traces record gemma3-270m --tokens 30000 \
     --folder "$OUT" ;;
   *) echo "unknown part $1" >&2 ;;
   esac

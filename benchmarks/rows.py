@@ -59,12 +59,12 @@ def time_steps(
     """Time ``step`` by CUDA events around several calls in a row, on the CPU by the clock."""
     for _ in range(warmup):
         step()
-    pace = _elapsed(step, 1)
+    pace = elapsed(step, 1)
     steps = max(1, min(steps, int(most_ms / max(pace, 1e-3))))
-    return Timing([_elapsed(step, steps) / steps for _ in range(measurements)], steps)
+    return Timing([elapsed(step, steps) / steps for _ in range(measurements)], steps)
 
 
-def _elapsed(step: Callable[[], Any], steps: int) -> float:
+def elapsed(step: Callable[[], Any], steps: int) -> float:
     """Milliseconds that ``steps`` calls take."""
     if not torch.cuda.is_available():
         start = time.perf_counter()
