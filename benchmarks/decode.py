@@ -73,6 +73,9 @@ class Setting:
         if name in peers.CUDA_ONLY and not torch.cuda.is_available():
             print(f"  {name}: skipped, needs CUDA")
             return
+        if name == "offloaded" and self.batch > 1:
+            print(f"  {name}: skipped, a batch of {self.batch} takes minutes")
+            return
         try:
             with peers.running(name, self.model, self.batch, self.context) as peer:
                 slow = name in ("dynamic", "offloaded")

@@ -33,8 +33,8 @@ run_part() {
   tests) part tests 150 python -m pytest -q -x tests ;;
   clustering) part clustering 90 python -m benchmarks.clustering --out "$OUT/clustering.jsonl" ;;
   kernels) part kernels 120 python -m benchmarks.kernels --out "$OUT/kernels.jsonl" ;;
-  decode) part decode 300 python -m benchmarks.decode --out "$OUT/decode.jsonl" ;;
-  quick) part decode 150 python -m benchmarks.decode --quick --out "$OUT/decode.jsonl" ;;
+  decode) part decode 360 python -m benchmarks.decode --out "$OUT/decode.jsonl" ;;
+  quick) part decode 240 python -m benchmarks.decode --quick --out "$OUT/decode.jsonl" ;;
   profile) part profile 90 python -m benchmarks.decode --profile --contexts 131072 --miss 0.1 ;;
   prefill) part prefill 150 python -m benchmarks.prefill --out "$OUT/prefill.jsonl" ;;
   recall) part recall 60 python -m benchmarks.recall --out "$OUT/recall.jsonl" ;;
