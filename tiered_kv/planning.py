@@ -32,13 +32,15 @@ def kv_shape(config: Any, dtype: torch.dtype) -> KVShape:
     from tiered_kv.cache import layer_types
 
     text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    types = layer_types(text)[0]
+    layer = text.per_layer_config[types.index("full_attention")]
+    heads = layer.num_attention_heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
     return KVShape(
-        layers=layer_types(text)[0].count("full_attention"),
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        layers=types.count("full_attention"),
+        kv_heads=getattr(layer, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
-        value_dim=getattr(text, "v_head_dim", None) or head_dim,
+        value_dim=getattr(layer, "v_head_dim", None) or head_dim,
         item_bytes=dtype.itemsize,
     )
 
