@@ -84,11 +84,43 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }
 
+SHARING: dict[str, dict[str, Any]] = {
+    "gemma3n_text": dict(
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=[64] * 6,
+        activation_sparsity_pattern=[0.0] * 6,
+        num_kv_shared_layers=2,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
+        altup_num_inputs=2,
+    ),
+    # full-attention layers have larger heads than sliding ones
+    "gemma4_text": dict(
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+    ),
+}
+"""Families whose last layers attend to an earlier layer's keys and values."""
+
 
 def make_model(family: str = "llama", **options: Any) -> PreTrainedModel:
     """A random model of the family in float32 on the test device; the same one every time."""
     torch.manual_seed(1234)
-    config = AutoConfig.for_model(family, **(_COMMON | FAMILIES[family] | options))
+    config = AutoConfig.for_model(family, **(_COMMON | (FAMILIES | SHARING)[family] | options))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().to(DEVICE)
     for name, parameter in model.named_parameters():
         if "sinks" in name:
