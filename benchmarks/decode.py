@@ -91,7 +91,8 @@ class Setting:
             self.compare(mine, row)
 
     def run_generate(self, what: str, cache: Any, tokens: int) -> None:
-        times = ours.generate_times(self.model, cache, self.batch, tokens)
+        ids = ours.random_ids(self.model, cache, self.batch)
+        times = ours.generate_times(self.model, cache, ids, tokens)
         self.row(what, **times.fields())
 
     def run_ours(self) -> None:

@@ -60,7 +60,8 @@ class Decoder:
 
     def generated(self, tokens: int) -> Timing:
         """Time of a token within plain ``generate()``, greedy."""
-        return generate_times(self.model, self.cache, self.batch, tokens)
+        ids = random_ids(self.model, self.cache, self.batch)
+        return generate_times(self.model, self.cache, ids, tokens)
 
     def counted(self) -> tuple[int, int]:
         """Tokens recalled and selected so far."""
@@ -128,9 +129,13 @@ def miss_rate(before: tuple[int, int], after: tuple[int, int]) -> float:
     return round(recalled / max(1, selected), 4)
 
 
-def generate_times(model: Any, cache: Any, batch: int, tokens: int, skip: int = 4) -> Timing:
+def random_ids(model: Any, cache: Any, batch: int) -> torch.Tensor:
+    """A prompt of which ``cache`` holds all but the last token; of the rest ``generate()`` minds the length alone."""
+    return torch.randint(3, model.config.vocab_size, (batch, cache.get_seq_length() + 1), device=model.device)
+
+
+def generate_times(model: Any, cache: Any, ids: torch.Tensor, tokens: int, skip: int = 4) -> Timing:
     """Milliseconds between the forward passes of one ``generate()``, which waits for the GPU at every token itself."""
-    ids = torch.randint(3, model.config.vocab_size, (batch, cache.get_seq_length() + 1), device=model.device)
     with _stamped(model) as stamps:
         model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
