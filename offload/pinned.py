@@ -57,7 +57,7 @@ class HostArena:
         self._finalizer()
 
     def _fault_in(self, offset: int, num_bytes: int) -> None:
-        """Take the pages, huge ones where they fit, on all cores: page-locking would take them one by one on one core."""
+        """Take the pages, huge ones where they fit, on all cores: page-locking would take them one by one, on one."""
         if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes)

@@ -7,6 +7,8 @@ compute → offload       after the segment is made   by the offload stream, bef
 offload → load          after the copy to the host  by the load stream, before it reads the host
 offload → compute       after the copy to the host  by compute, before a decode step recalls from the host
 load → compute          after the copy to the GPU   by compute, before attention reads the piece
+compute → ahead         when a fetch begins         by the prefetch stream, before it computes a guess or writes a slot
+ahead → compute         when a fetch ends           by compute, before the layer it was for looks up its slots
 compute → load          allocator                   a piece's memory is reused only after compute is done with it
 ======================  ==========================  ====================================================
 
@@ -16,6 +18,7 @@ On a CPU device every copy is done when the call returns, and there is nothing t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -28,6 +31,7 @@ class TransferEngine:
         self._is_cuda = device.type == "cuda"
         self._offload_stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._load_stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._ahead_stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._offloaded: torch.cuda.Event | None = None
 
     def offload(self, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -51,6 +55,25 @@ class TransferEngine:
         """Make the host wait until everything offloaded so far has landed."""
         if self._offload_stream is not None:
             self._offload_stream.synchronize()
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Run what is inside on the prefetch stream, after all that was computed so far; works within a capture."""
+        if self._ahead_stream is None:
+            yield
+            return
+        self._ahead_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._ahead_stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event behind what the current stream was given so far, for :meth:`wait_for`."""
+        return torch.cuda.current_stream(self.device).record_event() if self._is_cuda else None
+
+    def wait_for(self, event: torch.cuda.Event | None) -> None:
+        """Make the computation that follows wait for an event of :meth:`mark`."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def load(self, sources: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Bring host tensors to the device one after the other, the next one while the present one is used."""

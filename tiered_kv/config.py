@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 POLICIES = ("lru", "lfu", "lru_lfu")
+PREFETCH = ("off", "next_layer")
 INDEX_DTYPES = ("int8", "model")
 
 
@@ -31,6 +32,9 @@ class TieredKVConfig:
         gpu_cache_size: Size of the GPU cluster cache in budgets, at least 1.
         policy: Which cluster leaves the GPU cache first: ``"lru"``, ``"lfu"`` (aged) or ``"lru_lfu"``. Changes time,
             never tokens.
+        prefetch: ``"next_layer"`` starts recall for a layer while the one before it computes, from a guessed query;
+            ``"off"`` recalls when the layer selects. Changes time, never tokens.
+        prefetch_share: Share of the token budget, best-scored first, that a guess may fetch ahead.
         index_dtype: Storage of centroids, mean values and variances: ``"int8"`` with one scale a cluster, or
             ``"model"`` for the model's own dtype. int8 lost nothing measurable at half the memory.
         estimate: Add the estimate of every cluster not attended (size · exp(score), mean value) to the output.
@@ -63,6 +67,8 @@ class TieredKVConfig:
     block_size: int = 8
     gpu_cache_size: float = 2.0
     policy: str = "lru"
+    prefetch: str = "off"
+    prefetch_share: float = 0.75
     index_dtype: str = "int8"
     estimate: bool = True
     spread: float = 0.5
@@ -79,9 +85,11 @@ class TieredKVConfig:
         for name, least in _LEAST.items():
             _check_least(name, getattr(self, name), least)
         _check_choice("policy", self.policy, POLICIES)
+        _check_choice("prefetch", self.prefetch, PREFETCH)
         _check_choice("index_dtype", self.index_dtype, INDEX_DTYPES)
-        if self.spread > 1:
-            raise ValueError(f"spread: expected a share between 0 and 1, got {self.spread}")
+        for name in ("spread", "prefetch_share"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}: expected a share between 0 and 1, got {getattr(self, name)}")
         _check_order("tokens_per_cluster", self.tokens_per_cluster, "max_cluster_tokens", self.max_cluster_tokens)
         _check_order("max_cluster_tokens", self.max_cluster_tokens, "token_budget", self.token_budget)
         _check_order("tokens_per_cluster", self.tokens_per_cluster, "decode_segment", self.decode_segment)
@@ -131,6 +139,7 @@ _LEAST: dict[str, float] = {
     "kmeans_iterations": 1,
     "block_size": 1,
     "gpu_cache_size": 1.0,
+    "prefetch_share": 0.0,
     "spread": 0.0,
     "spread_limit": 0.0,
     "dense_context": 0,

@@ -12,6 +12,7 @@ from tiered_kv.cache import TieredCache
 from tiered_kv.config import TieredKVConfig
 from tiered_kv.errors import TieredKVError
 from tiered_kv.graphs import DecodeGraph
+from tiered_kv.prefetch import Prefetcher
 
 
 def dispatch_kv_cache(model: Any, config: TieredKVConfig | None = None, **options: Any) -> Any:
@@ -54,6 +55,8 @@ def dispatch_kv_cache(model: Any, config: TieredKVConfig | None = None, **option
     model._tiered_kv = generation.Dispatch(config, key, previous)
     if config.cuda_graph is not False:
         _install_graph(model, model._tiered_kv)
+    if config.prefetch == "next_layer":
+        model._tiered_kv.prefetcher = Prefetcher(model)
     model._tiered_kv.previous_generate = model.__dict__.get("generate")
     model.generate = types.MethodType(generation.generate, model)
     model.kv_cache_stats = types.MethodType(kv_cache_stats, model)
@@ -69,6 +72,8 @@ def remove_kv_dispatch(model: Any) -> Any:
     _put_back(model, "generate", dispatch.previous_generate)
     if dispatch.graph is not None:
         _put_back(model, "forward", dispatch.previous_forward)
+    if dispatch.prefetcher is not None:
+        dispatch.prefetcher.remove()
     _set_attention(model, dispatch.text_config_key, dispatch.previous_attention)
     return model
 

@@ -18,6 +18,7 @@ from tiered_kv.config import TieredKVConfig
 from tiered_kv.errors import TieredKVError
 from tiered_kv.graphs import DecodeGraph
 from tiered_kv.planning import check_memory, kv_shape
+from tiered_kv.prefetch import Prefetcher
 
 Progress = Callable[[int, int], None]
 
@@ -30,6 +31,7 @@ class Dispatch:
     text_config_key: str | None
     previous_attention: str
     graph: DecodeGraph | None = None
+    prefetcher: Prefetcher | None = None
     previous_forward: Callable[..., Any] | None = None
     previous_generate: Callable[..., Any] | None = None
     last_stats: dict[str, Any] | None = None
@@ -57,7 +59,7 @@ class Dispatch:
 
     def __deepcopy__(self, memo: dict) -> Dispatch:
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init and not f.name.startswith("_")}
-        bound = ("graph", "previous_forward", "previous_generate")
+        bound = ("graph", "prefetcher", "previous_forward", "previous_generate")
         return Dispatch(**kept | {name: deepcopy(kept[name], memo) for name in bound})
 
 

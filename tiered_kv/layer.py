@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -19,9 +20,9 @@ from tiered_kv.config import TieredKVConfig
 from tiered_kv.errors import TieredKVError
 from tiered_kv.index import ClusterIndex
 from tiered_kv.kernels.attend import Attended, Estimated, attend
-from tiered_kv.kernels.count import count_step, new_counters
+from tiered_kv.kernels.count import AHEAD_COUNTERS, count_ahead, count_step, new_counters
 from tiered_kv.kernels.score import score_clusters
-from tiered_kv.kernels.select import select_clusters
+from tiered_kv.kernels.select import Selection, select_clusters
 from tiered_kv.offload.cluster_cache import ClusterCache
 from tiered_kv.offload.host_store import HostStore
 from tiered_kv.offload.streams import engine_for
@@ -55,6 +56,24 @@ class Segment:
     first_block: int
 
 
+class Chosen(NamedTuple):
+    """What a query has chosen, and where it is now.
+
+    Attributes:
+        logits: ``[rows, group, clusters]`` float32 log-weight of one token of each cluster.
+        selection: The clusters taken, and their blocks.
+        slots: ``[rows, max_blocks]`` int32 slots of the blocks in the GPU cluster cache.
+        missed: ``[rows, max_blocks]`` bool blocks that had to be recalled.
+        event: When all of it is done, on a CUDA device.
+    """
+
+    logits: torch.Tensor
+    selection: Selection
+    slots: torch.Tensor
+    missed: torch.Tensor
+    event: torch.cuda.Event | None
+
+
 class TieredLayer:
     """Keys and values of one attention layer, in tiers.
 
@@ -75,6 +94,10 @@ class TieredLayer:
         self.segments: list[Segment] = []
         self._chunk: tuple[torch.Tensor, torch.Tensor] | None = None
         self._is_untrimmed = False
+        self._scoring: tuple[float, float | None] | None = None
+        self._guess: Chosen | None = None
+        self.keeps_query = False
+        self.query: torch.Tensor | None = None
 
     @lasting
     def start(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -89,6 +112,7 @@ class TieredLayer:
         self.cluster_cache: ClusterCache | None = None
         self.store: HostStore | None = None
         self.counters = new_counters(self.device)
+        self.ahead_counters = new_counters(self.device, AHEAD_COUNTERS)
         self._row_padding = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
         self.window = Window(self.rows, self.config.num_sink_tokens, self.width, self.dtype, self.device, self.clock)
 
@@ -343,36 +367,62 @@ class TieredLayer:
         q = query.reshape(self.rows, query_heads // self.kv_heads, head_dim)
         if attention_sinks is not None:
             attention_sinks = attention_sinks.view(self.kv_heads, -1).repeat(self.batch, 1)
-        attended, estimated = self._recall(q, scale, softcap) if self.segments else (None, None)
+        self._scoring, self.query = (scale, softcap), query if self.keeps_query else None
+        attended, estimated = self._recall(q) if self.segments else (None, None)
         out = attend(
             q, self.window.view(), attended, estimated, scale=scale, softcap=softcap, attention_sinks=attention_sinks
         )
         return out.view(batch, query_heads, 1, self.value_dim)
 
-    def _recall(self, q: torch.Tensor, scale: float, softcap: float | None) -> tuple[Attended, Estimated | None]:
+    def _recall(self, q: torch.Tensor) -> tuple[Attended, Estimated | None]:
         """Score, select, look up, recall: what this step attends to and what it estimates."""
+        guess, self._guess = self._guess, None
+        if guess is not None:
+            self.engine.wait_for(guess.event)
+        chosen = self._choose(q, self.config.token_budget)
+        count_step(self.counters, chosen.selection.chosen, chosen.selection.lengths, chosen.missed)
+        cluster_cache, t = self.cluster_cache, self.index.tables
+        assert cluster_cache is not None
+        assert t is not None
+        if guess is not None:
+            count_ahead(self.ahead_counters, guess.selection, guess.slots, guess.missed, cluster_cache.tables)
+        attended = Attended(cluster_cache.slots, chosen.slots, chosen.selection.lengths)
+        if not self.config.estimate:
+            return attended, None
+        return attended, Estimated(chosen.logits, t.sizes, chosen.selection.chosen, t.mean_values, t.value_scales)
+
+    def _choose(self, q: torch.Tensor, token_budget: int) -> Chosen:
+        """Score the centroids, select clusters within the budget, look them up, recall the missing ones."""
         c, t = self.config, self.index.tables
         assert t is not None
         assert self.store is not None
         assert self.cluster_cache is not None
+        assert self._scoring is not None
+        scale, softcap = self._scoring
         logits, scores = score_clusters(
             q, t.centroids, t.centroid_scales, t.variances, t.variance_scales, t.sizes,
             scale=scale, softcap=softcap, spread=c.spread, spread_limit=c.spread_limit,
         )  # fmt: skip
         selection = select_clusters(
             scores, t.sizes, t.starts, t.first_blocks,
-            token_budget=c.token_budget, max_blocks=c.max_selected_blocks, block_size=c.block_size,
+            token_budget=token_budget, max_blocks=c.max_selected_blocks, block_size=c.block_size,
         )  # fmt: skip
         slots, missed = self.cluster_cache.look_up(selection)
         self.cluster_cache.recall(self.store, selection, slots, missed)
-        count_step(self.counters, selection.chosen, selection.lengths, missed)
-        attended = Attended(self.cluster_cache.slots, slots, selection.lengths)
-        estimated = Estimated(logits, t.sizes, selection.chosen, t.mean_values, t.value_scales) if c.estimate else None
-        return attended, estimated
+        return Chosen(logits, selection, slots, missed, self.engine.mark())
+
+    def can_fetch_ahead(self) -> bool:
+        """Whether there is anything to fetch, and a step has told how to score it."""
+        return bool(self.segments) and self._scoring is not None
+
+    def fetch_ahead(self, query: torch.Tensor) -> None:
+        """Recall for a guessed query ``[batch, query_heads, 1, head_dim]``, on the stream this is called on."""
+        q = query.reshape(self.rows, -1, self.head_dim)
+        self._guess = self._choose(q, int(self.config.prefetch_share * self.config.token_budget))
 
     def addresses(self) -> tuple[int, ...]:
         """Where a captured decode step reads and writes; it must be captured anew when any of them changes."""
-        tensors = [self.window.buffer, self.window.num_sinks, self.window.start, self.counters]
+        tensors = [self.window.buffer, self.window.num_sinks, self.window.start, self.counters, self.ahead_counters]
         if self.index.tables is not None and self.cluster_cache is not None and self.store is not None:
             tensors += [table for _, table in self.index.tables.items()]
             tensors += [self.cluster_cache.slots, *self.cluster_cache.tables, self.store.tokens]

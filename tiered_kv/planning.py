@@ -81,8 +81,8 @@ def check_memory(shape: KVShape, config: TieredKVConfig, device: torch.device, c
     needed, there = (plan.host + plan.gpu * is_one_memory, host) if is_host else (plan.gpu, gpu)
     fitting = longest_context(shape, options, batch, fits)
     raise TieredKVMemoryError(
-        f"{batch} x {context} tokens need {needed / GIB:.2f} GiB of {'host' if is_host else 'GPU'} memory for keys and values"
-        f" and {there / GIB:.2f} GiB are free; "
+        f"{batch} x {context} tokens need {needed / GIB:.2f} GiB of {'host' if is_host else 'GPU'} memory for keys and"
+        f" values and {there / GIB:.2f} GiB are free; "
         + (f"{batch} x {fitting} tokens would fit" if fitting else "no context would fit")
     )
 
@@ -134,8 +134,8 @@ def infer_auto_kv_config(
         if min(left.values()) > 0:
             return left, candidate
     raise TieredKVMemoryError(
-        f"{batch_size} x {max_context_length} tokens take {plan.gpu / GIB:.2f} GiB on the GPU and {plan.host / GIB:.2f} GiB"
-        " of host memory at the least, more than max_memory has"
+        f"{batch_size} x {max_context_length} tokens take {plan.gpu / GIB:.2f} GiB on the GPU and"
+        f" {plan.host / GIB:.2f} GiB of host memory at the least, more than max_memory has"
     )
 
 
@@ -149,7 +149,9 @@ def _smaller_and_smaller(config: TieredKVConfig) -> list[TieredKVConfig]:
 
 def _parse_memory(max_memory: Mapping[int | str, int | str] | None) -> dict[int | str, int]:
     if max_memory is None:
-        gpus: dict[int | str, int] = {i: free_gpu_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())}
+        gpus: dict[int | str, int] = {
+            i: free_gpu_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())
+        }
         return gpus | {"cpu": free_host_bytes()}
     return {key: parse_bytes(value) for key, value in max_memory.items()}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tiered_kv.kernels.count import COUNTERS
+from tiered_kv.kernels.count import AHEAD_COUNTERS, COUNTERS
 from tiered_kv.layer import TieredLayer
 
 
@@ -17,16 +17,21 @@ def collect_stats(layers: Sequence[TieredLayer]) -> dict[str, Any]:
     Returns:
         ``lookups`` (rows times layers times steps that selected clusters), ``selected_clusters``, ``selected_tokens``,
         ``selected_blocks``, ``missed_blocks``, ``recalled_tokens``: sums since the cache was made;
+        ``guesses``, ``guessed_tokens``, ``prefetched_tokens``, ``used_prefetched_tokens``: of the prefetcher; what it
+        fetched in vain is the difference of the last two, what the layers corrected are ``recalled_tokens``;
         ``hit_rate``: share of selected tokens that were on the GPU, ``None`` before any was selected;
         ``tokens_per_lookup``, ``clusters_per_lookup``: averages, or ``None``;
-        ``recalled_bytes``: from host to GPU during decode;
+        ``recalled_bytes``: from host to GPU during decode, prefetched ones included;
         ``kv_gpu_bytes`` = ``window_bytes`` + ``cluster_cache_bytes`` + ``index_bytes``; ``kv_host_bytes``; and
         ``kv_full_bytes``: what all keys and values would take on the GPU;
         ``context_length``, ``num_clusters`` (of the longest layer), ``tiered_layers``.
     """
     totals = _totals(layers)
     memory = _memory(layers)
-    recalled = sum(int(layer.counters[-1]) * layer.width * layer.dtype.itemsize for layer in layers)
+    recalled = sum(
+        (int(layer.counters[-1]) + int(layer.ahead_counters[2])) * layer.width * layer.dtype.itemsize
+        for layer in layers
+    )
     return {
         **totals,
         "hit_rate": _ratio(totals["selected_tokens"] - totals["recalled_tokens"], totals["selected_tokens"]),
@@ -41,10 +46,11 @@ def collect_stats(layers: Sequence[TieredLayer]) -> dict[str, Any]:
 
 
 def _totals(layers: Sequence[TieredLayer]) -> dict[str, int]:
+    names = COUNTERS + AHEAD_COUNTERS
     if not layers:
-        return dict.fromkeys(COUNTERS, 0)
-    counters = torch.stack([layer.counters.cpu() for layer in layers]).sum(0).tolist()
-    return dict(zip(COUNTERS, counters, strict=True))
+        return dict.fromkeys(names, 0)
+    counters = torch.stack([torch.cat([layer.counters, layer.ahead_counters]).cpu() for layer in layers])
+    return dict(zip(names, counters.sum(0).tolist(), strict=True))
 
 
 def _memory(layers: Sequence[TieredLayer]) -> dict[str, int]:
