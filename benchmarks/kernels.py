@@ -1,7 +1,7 @@
 """The kernels of a decode step on a GPU: checked against their references first, then timed against their byte floor.
 
     python -m benchmarks.kernels                                  # every kernel at its tuned constants
-    python -m benchmarks.kernels --sweep --only score,attend      # variants of tiles, warps and stages
+    python -m benchmarks.kernels --sweep                          # settings of tiles, warps and stages; the best last
     python -m benchmarks.kernels --list
 
 A row is one kernel on one shape: median, 10th and 90th percentile in µs of a call replayed from a CUDA graph. A graph
@@ -339,33 +339,31 @@ def recall_case(shape: Shape, layers: list[Layer], host: torch.Tensor, rate: flo
     return Case("recall", f"{rate:.0%} missed", calls, tokens * shape.width * 2 / len(layers), over_pcie=True)
 
 
-def variants(*settings: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Every combination of each group of settings, the other settings at their defaults."""
-    groups = (itertools.product(*([(name, value) for value in group[name]] for name in group)) for group in settings)
-    return [dict(choice) for group in groups for choice in group]
-
-
 SWEEPS: dict[str, tuple[ModuleType, list[dict[str, Any]]]] = {
     "score": (
         score,
-        variants(
-            {"TILE_ELEMENTS": (4096, 8192, 16384, 32768), "NUM_WARPS": (2, 4, 8)},
-            {"TILE_ELEMENTS": (8192, 16384), "SKIP_EMPTY": (True,)},
-        ),
+        [
+            {},
+            {"PROGRAMS": 528, "NUM_STAGES": 4},
+            {"PROGRAMS": 528, "TILE_ELEMENTS": 16384, "NUM_WARPS": 8},
+            {"PROGRAMS": 2112, "NUM_STAGES": 2},
+        ],
     ),
-    "select": (select, variants({"NUM_WARPS": (8, 16, 32)})),
-    "lookup": (lookup, variants({"NUM_WARPS": (4, 8, 16)})),
-    "select_and_assign": (lookup, variants({"SELECT_WARPS": (8, 16, 32)})),
-    "recall": (recall, variants({"BLOCKS_PER_PROGRAM": (1, 2, 4, 8), "NUM_WARPS": (1, 2, 4, 8)})),
+    "select_and_assign": (lookup, [{}, {"SELECT_WARPS": 4}, {"SELECT_WARPS": 16}]),
     "attend": (
         attend,
-        variants(
-            {"TILE_BYTES": (16384, 32768, 65536), "NUM_WARPS": (4, 8), "NUM_STAGES": (1, 2, 3)},
-            {"ESTIMATE_TILE_BYTES": (8192, 16384), "PROGRAMS": (256, 512, 1024, 2048), "NUM_STAGES": (1, 2, 3)},
-            {"MERGE_DIMS": (16, 32, 64, 128), "MERGE_WARPS": (1, 2, 4, 8)},
-        ),
+        [
+            {},
+            {"PROGRAMS": 264},
+            {"PROGRAMS": 528, "NUM_STAGES": 2},
+            {"PROGRAMS": 264, "NUM_WARPS": 8},
+            {"PROGRAMS": 264, "ESTIMATE_TILE_BYTES": 16384, "NUM_STAGES": 2},
+        ],
     ),
 }
+"""Settings to compare, the others at their defaults."""
+KERNELS = ("score", "select", "lookup", "select_and_assign", "recall", "attend", "layer")
+SWEEP_SHAPES = ("1 x 128k, spare capacity", "8 x 32k")
 
 
 @contextmanager
@@ -438,15 +436,20 @@ def time_case(shape: Shape, case: Case, gbps: dict[str, float], **more: Any) -> 
     }
 
 
+def is_swept(case: Case) -> bool:
+    return case.kernel in SWEEPS and case.variant in ("", "misses")
+
+
 def measure(shape: Shape, case: Case, gbps: dict[str, float], is_sweep: bool) -> Iterator[dict[str, Any]]:
     if not is_sweep:
         yield time_case(shape, case, gbps)
         return
-    module, choices = SWEEPS.get(case.kernel, (score, []))
+    module, choices = SWEEPS[case.kernel]
+    rows = []
     for choice in choices:
         with settings(module, choice):
             try:
-                yield time_case(shape, case, gbps, settings=choice)
+                rows.append(time_case(shape, case, gbps, settings=choice))
             except Exception as error:  # more shared memory than there is, or a shape the compiler refuses
                 torch.cuda.synchronize()
                 yield {
@@ -456,6 +459,7 @@ def measure(shape: Shape, case: Case, gbps: dict[str, float], is_sweep: bool) ->
                     "settings": choice,
                     "error": f"{type(error).__name__}: {str(error)[:160]}",
                 }
+    yield from sorted(rows, key=lambda row: -row["median_us"])
 
 
 def environment() -> dict[str, Any]:
@@ -490,22 +494,23 @@ def describe(row: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help=f"append rows to this JSON-lines file (default {OUT})")
-    parser.add_argument("--sweep", action="store_true", help="time variants of tiles, warps and stages")
+    parser.add_argument("--sweep", action="store_true", help="time settings of tiles, warps and stages on two shapes")
     parser.add_argument("--only", default="", metavar="KERNELS", help="some of score,select,lookup,recall,attend,...")
     parser.add_argument("--shapes", default="", metavar="NAMES", help="some of the shapes, separated by semicolons")
     parser.add_argument("--list", action="store_true", help="name kernels and shapes, and stop")
     parser.add_argument("--no-check", action="store_true", help="do not compare with the references first")
     options = parser.parse_args(arguments)
     wanted = [name for name in options.shapes.split(";") if name]
-    shapes = [shape for shape in SHAPES if not wanted or shape.name in wanted]
+    wanted = wanted or (SWEEP_SHAPES if options.sweep else [shape.name for shape in SHAPES])
+    shapes = [shape for shape in SHAPES if shape.name in wanted]
     if options.list:
-        print("kernels:", ", ".join([*SWEEPS, "layer"]))
+        print("kernels:", ", ".join(KERNELS))
         print("shapes:", "; ".join(shape.name for shape in SHAPES))
         return 0
     if not torch.cuda.is_available():
         print("benchmarks.kernels needs a CUDA GPU", file=sys.stderr)
         return 2
-    names = [name for name in options.only.split(",") if name] or [*SWEEPS, "layer"]
+    names = [name for name in options.only.split(",") if name] or KERNELS
     about = environment()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     hosts: dict[int, torch.Tensor] = {}
@@ -520,7 +525,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{shape.name}: checked; copies at {gbps['device']:.0f} and {gbps['pcie']:.1f} GB/s", file=sys.stderr)
         layers = [first, *(make_layer(shape, seed) for seed in range(1, LAYERS))]
         for case in cases(shape, layers, host):
-            if case.kernel not in names:
+            if case.kernel not in names or (options.sweep and not is_swept(case)):
                 continue
             for row in measure(shape, case, gbps, options.sweep):
                 print(describe(row), flush=True)

@@ -8,8 +8,9 @@ A cluster that is not attended counts as ``size`` tokens of logit ``logits`` and
 
 computed in pieces merged by log-sum-exp. ``attention_sinks`` are gpt-oss's learned logits: weight without value.
 
-On the GPU a piece is a program: a run of tiles of blocks, of sinks and window, or of clusters (split over the sequence
-as in Flash-Decoding). A tile of 64 tokens gathers 8 blocks: the matrix products are full although a block has 8 tokens.
+On the GPU a row's tiles (of blocks, then of sinks and window, then of clusters) are cut into runs of equal length, a
+program each (split over the sequence as in Flash-Decoding). A tile of 64 tokens gathers 8 blocks: the matrix products
+are full although a block has 8 tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import torch
 
 from tiered_kv.kernels.dispatch import check_contiguous, tl, triton, use_triton
 
-# Untuned. A tile of tokens is 32 KiB (64 of them at head_dim 128 in bf16), one of int8 mean values 16 KiB (128
-# clusters); 8 rows of the 128k shape are 8 × (48 + 7 + 64) tiles, about one to a program.
+# Untuned. A tile of tokens is 32 KiB (64 of them at head_dim 128 in bf16), one of int8 mean values 8 KiB (64 clusters).
+# With 4 warps and 168 registers three programs fit a multiprocessor of 132: one wave of programs, and each streams
+# several tiles (984 programs of one tile each took 24 µs on an H200, where these bytes take 4.5).
 TILE_BYTES = 32768
-ESTIMATE_TILE_BYTES = 16384
-PROGRAMS = 1024
+ESTIMATE_TILE_BYTES = 8192
+PROGRAMS = 396
 MAX_PIECES = 128
 NUM_WARPS = 4
-NUM_STAGES = 2
+NUM_STAGES = 3
 MERGE_DIMS = 32
 MERGE_WARPS = 4
 
@@ -83,41 +85,44 @@ class Estimated(NamedTuple):
 
 
 @triton.jit
-def _add_tile(logits, values, value_scales, maximum, total, out, HAS_SCALES: tl.constexpr):
-    """Online softmax; ``logits`` ``[heads, tile]`` in base 2, -inf for no token, ``values`` ``[tile, dim]``."""
+def _add_tile(logits, values, sizes, value_scales, maximum, sums, out, IS_ESTIMATE: tl.constexpr):
+    """Online softmax; ``logits`` and ``sums`` ``[heads, tile]``, base 2, -inf for no token; values ``[tile, dim]``."""
     new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
-    decay = tl.exp2(maximum - new_maximum)
+    decay = tl.exp2(maximum - new_maximum)[:, None]
     weights = tl.exp2(logits - new_maximum[:, None])
-    total = total * decay + tl.sum(weights, axis=1)
-    out = out * decay[:, None]
-    if HAS_SCALES:
-        # Scales go into the weights, one product a cluster; relative to the largest, so that fp16 holds them.
-        largest = tl.maximum(tl.max(value_scales, axis=0), 1.0e-30)
-        weights = weights * (value_scales / largest)[None, :]
-        out += tl.dot(weights.to(values.dtype), values, input_precision="ieee") * largest
+    if IS_ESTIMATE:
+        # Scales go into the weights, one product a cluster; relative to the largest, so that fp16 holds them. The
+        # largest goes into the values: a factor that was reduced also keeps the conversion of int8 with the load, where
+        # it takes whole words (left to itself the compiler reads the tile byte by byte in the order of the product).
+        weights = weights * sizes.to(tl.float32)[None, :]
+        sums = sums * decay + weights
+        largest = tl.maximum(tl.max(value_scales, axis=0), 6.2e-5).to(values.dtype)
+        weights = weights * (value_scales / largest.to(tl.float32))[None, :]
+        values = values * largest
     else:
-        out = tl.dot(weights.to(values.dtype), values, out, input_precision="ieee")
-    return new_maximum, total, out
+        sums = sums * decay + weights
+    out = tl.dot(weights.to(values.dtype), values, out * decay, input_precision="ieee")
+    return new_maximum, sums, out
 
 
 @triton.jit
 def _add_tokens(
-    query, token_ptr, valid, maximum, total, out, scale, softcap,
+    query, token_ptr, valid, maximum, sums, out, scale, softcap,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to a tile of tokens: ``token_ptr`` ``[tile]`` points at their keys, values beside them."""
     key_dim = tl.arange(0, KEY_PADDED)
     value_dim = tl.arange(0, VALUE_PADDED)
-    key_mask = valid[None, :] & (key_dim < KEY_DIM)[:, None]
+    key_mask = valid[:, None] & (key_dim < KEY_DIM)[None, :]
     value_mask = valid[:, None] & (value_dim < VALUE_DIM)[None, :]
-    keys = tl.load(token_ptr[None, :] + key_dim[:, None], mask=key_mask, other=0.0)
-    values = tl.load(token_ptr[:, None] + KEY_DIM + value_dim[None, :], mask=value_mask, other=0.0)
-    logits = tl.dot(query, keys, input_precision="ieee") * scale
+    keys = tl.load(token_ptr[:, None] + key_dim[None, :], mask=key_mask, other=0.0)
+    values = tl.load(token_ptr[:, None] + (KEY_DIM + value_dim)[None, :], mask=value_mask, other=0.0)
+    logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         logits = softcap * (2.0 * tl.sigmoid(logits * (2.0 / softcap)) - 1.0)  # tanh
     logits = tl.where(valid[None, :], logits * 1.4426950408889634, float("-inf"))
-    return _add_tile(logits, values, None, maximum, total, out, HAS_SCALES=False)
+    return _add_tile(logits, values, None, None, maximum, sums, out, IS_ESTIMATE=False)
 
 
 @triton.jit
@@ -125,78 +130,86 @@ def attend_kernel(
     query_ptr, recent_ptr, num_sinks_ptr, window_start_ptr, window_length_ptr, cache_ptr, slot_ptr, length_ptr,
     logit_ptr, size_ptr, chosen_ptr, mean_ptr, mean_scale_ptr, out_ptr, lse_ptr,
     recent_capacity, sink_capacity, num_slots, max_blocks, clusters, scale, softcap,
-    block_pieces, recent_pieces, tiles,
+    block_tiles, recent_tiles, tiles,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     CLUSTER_TILE: tl.constexpr, HAS_ATTENDED: tl.constexpr, HAS_ESTIMATED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one row: ``tiles`` tiles of blocks (the first), of recent tokens, or of clusters (the last)."""
+    """One piece of one row: its share of the row's ``tiles``, which are of blocks, then recent, then of clusters."""
     row = tl.program_id(1).to(tl.int64)
-    piece = tl.program_id(0)
+    piece, pieces = tl.program_id(0), tl.num_programs(0)
     head = tl.arange(0, GROUP_PADDED)
     in_group = head < GROUP
     key_dim = tl.arange(0, KEY_PADDED)
     value_dim = tl.arange(0, VALUE_PADDED)
     width: tl.constexpr = KEY_DIM + VALUE_DIM
-    maximum = tl.full([GROUP_PADDED], -1.0e30, tl.float32)  # finite, so that no difference is NaN
-    total = tl.zeros([GROUP_PADDED], tl.float32)
-    out = tl.zeros([GROUP_PADDED, VALUE_PADDED], tl.float32)
-    query_mask = in_group[:, None] & (key_dim < KEY_DIM)[None, :]
     query_at = query_ptr + (row * GROUP + head[:, None]) * KEY_DIM + key_dim[None, :]
+    query = tl.load(query_at, mask=in_group[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
+    maximum = tl.full([GROUP_PADDED], -1.0e30, tl.float32)  # finite, so that no difference is NaN
+    sums = tl.zeros([GROUP_PADDED, TILE], tl.float32)  # summed up at the end: no reduction a tile
+    out = tl.zeros([GROUP_PADDED, VALUE_PADDED], tl.float32)
+    first, last = piece * tiles // pieces, (piece + 1) * tiles // pieces
 
-    if piece < block_pieces:
-        if HAS_ATTENDED:
-            query = tl.load(query_at, mask=query_mask, other=0.0)
-            first = piece * tiles * TILE
-            # Padding comes last in the list, so a piece whose first block is padding has nothing at all.
-            count = tl.load(length_ptr + row * max_blocks + first // BLOCK_SIZE)
-            for tile in range(0, tiles * (count > 0).to(tl.int32)):
-                token = first + tile * TILE + tl.arange(0, TILE)
-                block = token // BLOCK_SIZE
-                in_list = block < max_blocks
-                length = tl.load(length_ptr + row * max_blocks + block, mask=in_list, other=0)
-                slot = tl.load(slot_ptr + row * max_blocks + block, mask=in_list, other=0)
-                place = (row * num_slots + slot) * BLOCK_SIZE + token % BLOCK_SIZE
-                maximum, total, out = _add_tokens(
-                    query, cache_ptr + place * width, token % BLOCK_SIZE < length, maximum, total, out, scale, softcap,
-                    KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, HAS_SOFTCAP,
-                )  # fmt: skip
-    elif piece < block_pieces + recent_pieces:
-        query = tl.load(query_at, mask=query_mask, other=0.0)
-        num_sinks = tl.load(num_sinks_ptr + row)
-        window_start = sink_capacity + tl.maximum(tl.load(window_start_ptr + row), 0)
-        window_end = tl.minimum(sink_capacity + tl.load(window_length_ptr), recent_capacity)
-        first = (piece - block_pieces) * tiles * TILE
-        last = tl.minimum(first + tiles * TILE, tl.where(window_start < window_end, window_end, num_sinks))
-        for start in range(first, last, TILE):
-            token = start + tl.arange(0, TILE)
-            is_sink = (token < num_sinks) & (token < sink_capacity)
-            valid = is_sink | ((token >= window_start) & (token < window_end))
-            maximum, total, out = _add_tokens(
-                query, recent_ptr + (row * recent_capacity + token) * width, valid, maximum, total, out, scale, softcap,
+    if HAS_ATTENDED:
+        slot_ptr += row * max_blocks
+        length_ptr += row * max_blocks
+        cache_ptr += row * num_slots * (BLOCK_SIZE * width)
+        for tile in tl.range(first, tl.minimum(last, block_tiles), num_stages=NUM_STAGES):
+            token = tile * TILE + tl.arange(0, TILE)
+            block = token // BLOCK_SIZE
+            length = tl.load(length_ptr + block, mask=block < max_blocks, other=0)
+            slot = tl.load(slot_ptr + block, mask=block < max_blocks, other=0)
+            place = slot * BLOCK_SIZE + token % BLOCK_SIZE
+            maximum, sums, out = _add_tokens(
+                query, cache_ptr + place * width, token % BLOCK_SIZE < length, maximum, sums, out, scale, softcap,
                 KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, HAS_SOFTCAP,
             )  # fmt: skip
-    else:
-        if HAS_ESTIMATED:
-            first = (piece - block_pieces - recent_pieces) * tiles * CLUSTER_TILE
-            for start in range(first, tl.minimum(first + tiles * CLUSTER_TILE, clusters), CLUSTER_TILE):
-                cluster = start + tl.arange(0, CLUSTER_TILE)
-                place = row * clusters + cluster
-                size = tl.load(size_ptr + place, mask=cluster < clusters, other=0)
-                chosen = tl.load(chosen_ptr + place, mask=cluster < clusters, other=1)
-                valid = (size > 0) & (chosen == 0)
-                logit_at = logit_ptr + (row * GROUP + head[:, None]) * clusters + cluster[None, :]
-                logits = tl.load(logit_at, mask=in_group[:, None] & valid[None, :], other=0.0) * 1.4426950408889634
-                logits = logits + tl.log2(tl.maximum(size, 1).to(tl.float32))[None, :]
-                logits = tl.where(valid[None, :], logits, float("-inf"))
-                mean_mask = valid[:, None] & (value_dim < VALUE_DIM)[None, :]
-                mean = tl.load(mean_ptr + place[:, None] * VALUE_DIM + value_dim[None, :], mask=mean_mask, other=0)
-                mean_scale = tl.load(mean_scale_ptr + place, mask=valid, other=0.0)
-                if mean.dtype != tl.float32:
-                    mean = mean.to(query_ptr.dtype.element_ty)
-                maximum, total, out = _add_tile(logits, mean, mean_scale, maximum, total, out, HAS_SCALES=True)
 
-    piece_at = (row * tl.num_programs(0) + piece) * GROUP + head
+    num_sinks = tl.load(num_sinks_ptr + row)
+    window_start = sink_capacity + tl.maximum(tl.load(window_start_ptr + row), 0)
+    window_end = tl.minimum(sink_capacity + tl.load(window_length_ptr), recent_capacity)
+    recent_end = tl.where(window_start < window_end, window_end, num_sinks)
+    recent_ptr += row * recent_capacity * width
+    last_recent = tl.minimum(last - block_tiles, tl.cdiv(recent_end, TILE))
+    for tile in tl.range(tl.maximum(first - block_tiles, 0), last_recent, num_stages=NUM_STAGES):
+        token = tile * TILE + tl.arange(0, TILE)
+        is_sink = (token < num_sinks) & (token < sink_capacity)
+        valid = is_sink | ((token >= window_start) & (token < window_end))
+        maximum, sums, out = _add_tokens(
+            query, recent_ptr + token * width, valid, maximum, sums, out, scale, softcap,
+            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, HAS_SOFTCAP,
+        )  # fmt: skip
+
+    total = tl.sum(sums, axis=1)
+    if HAS_ESTIMATED:
+        size_ptr += row * clusters
+        chosen_ptr += row * clusters
+        logit_ptr += row * GROUP * clusters
+        mean_ptr += row * clusters * VALUE_DIM
+        mean_scale_ptr += row * clusters
+        sums = tl.where((tl.arange(0, CLUSTER_TILE) == 0)[None, :], total[:, None], 0.0)
+        before = block_tiles + recent_tiles
+        for tile in tl.range(tl.maximum(first - before, 0), last - before, num_stages=NUM_STAGES):
+            cluster = tile * CLUSTER_TILE + tl.arange(0, CLUSTER_TILE)
+            in_row = cluster < clusters
+            size = tl.load(size_ptr + cluster, mask=in_row, other=0)
+            chosen = tl.load(chosen_ptr + cluster, mask=in_row, other=1)
+            valid = (size > 0) & (chosen == 0)
+            logit_at = logit_ptr + head[:, None] * clusters + cluster[None, :]
+            logits = tl.load(logit_at, mask=in_group[:, None] & in_row[None, :], other=0.0)
+            logits = tl.where(valid[None, :], logits * 1.4426950408889634, float("-inf"))
+            is_number = in_row if mean_ptr.dtype.element_ty == tl.int8 else valid
+            mean_mask = is_number[:, None] & (value_dim < VALUE_DIM)[None, :]
+            mean = tl.load(mean_ptr + cluster[:, None] * VALUE_DIM + value_dim[None, :], mask=mean_mask, other=0)
+            mean_scale = tl.load(mean_scale_ptr + cluster, mask=in_row, other=0.0)
+            mean_scale = tl.where(valid, mean_scale, 0.0)
+            if mean.dtype != tl.float32:
+                mean = mean.to(query_ptr.dtype.element_ty)
+            maximum, sums, out = _add_tile(logits, mean, size, mean_scale, maximum, sums, out, IS_ESTIMATE=True)
+        total = tl.sum(sums, axis=1)
+
+    piece_at = (row * pieces + piece) * GROUP + head
     is_something = in_group & (total > 0)  # a piece of nothing leaves its output unwritten
     total = tl.where(is_something, total, 1.0)
     lse = tl.where(is_something, maximum + tl.log2(total), float("-inf"))
@@ -278,14 +291,10 @@ def attend(
         clusters, chosen = sizes.shape[1], chosen.view(torch.uint8)
         cluster_tile = _tile(ESTIMATE_TILE_BYTES, value_padded * means.element_size())
 
-    tile_counts = (
-        triton.cdiv(max_blocks * block_size, tile),
-        triton.cdiv(recent.tokens.shape[1], tile),
-        triton.cdiv(clusters, max(1, cluster_tile)),
-    )
-    tiles = max(1, triton.cdiv(rows * sum(tile_counts), PROGRAMS), triton.cdiv(sum(tile_counts), MAX_PIECES - 3))
-    block_pieces, recent_pieces, estimate_pieces = (triton.cdiv(count, tiles) for count in tile_counts)
-    pieces = block_pieces + recent_pieces + estimate_pieces
+    block_tiles = triton.cdiv(max_blocks * block_size, tile)
+    recent_tiles = triton.cdiv(recent.tokens.shape[1], tile)
+    tiles = block_tiles + recent_tiles + triton.cdiv(clusters, max(1, cluster_tile))
+    pieces = max(1, min(PROGRAMS // rows, MAX_PIECES, tiles))
     parts = torch.empty(rows, pieces, group, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(rows, pieces, group, dtype=torch.float32, device=query.device)
     out = torch.empty(rows, group, value_dim, dtype=query.dtype, device=query.device)
@@ -293,11 +302,11 @@ def attend(
         query, recent.tokens, recent.num_sinks, recent.window_start, recent.window_length, cache, slots, lengths,
         logits, sizes, chosen, means, mean_scales, parts, lse,
         recent.tokens.shape[1], recent.sink_capacity, num_slots, max_blocks, clusters, scale, softcap or 1.0,
-        block_pieces, recent_pieces, tiles,
+        block_tiles, recent_tiles, tiles,
         GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)), KEY_DIM=key_dim, KEY_PADDED=key_padded,
         VALUE_DIM=value_dim, VALUE_PADDED=value_padded, BLOCK_SIZE=block_size, TILE=tile,
         CLUSTER_TILE=max(16, cluster_tile), HAS_ATTENDED=attended is not None, HAS_ESTIMATED=estimated is not None,
-        HAS_SOFTCAP=softcap is not None, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        HAS_SOFTCAP=softcap is not None, NUM_STAGES=NUM_STAGES, num_warps=NUM_WARPS,
     )  # fmt: skip
     merge_kernel[(rows * group, triton.cdiv(value_dim, MERGE_DIMS))](
         parts, lse, attention_sinks, out, pieces,

@@ -17,8 +17,8 @@ SHAPE = {
     "VALUE_DIM": 128, "VALUE_PADDED": 128, "BLOCK_SIZE": 8, "BLOCK_SIZE_PADDED": 8, "WORDS": 64, "WORDS_PADDED": 64,
     "MAX_BLOCKS_PADDED": 512, "SLOTS_PADDED": 1024, "LIMIT": 512, "TILE": 64, "CLUSTER_TILE": 64, "BLOCKS": 4,
     "DIMS": 32, "PIECES_PADDED": 64, "POLICY": 2, "AGING_PERIOD": 64, "FREQUENCY_BONUS": 4, "MAX_USES": 255,
-    "HAS_SOFTCAP": True, "HAS_VARIANCE": True, "SKIP_EMPTY": True, "HAS_ATTENDED": True, "HAS_ESTIMATED": True,
-    "HAS_SINK": True, "HAS_COUNTER": True,
+    "HAS_SOFTCAP": True, "HAS_VARIANCE": True, "IN_DIGITS": True, "HAS_ATTENDED": True, "HAS_ESTIMATED": True,
+    "NUM_STAGES": 3, "HAS_SINK": True, "HAS_COUNTER": True,
 }  # fmt: skip
 
 
@@ -33,7 +33,8 @@ def compile_all():
     from tiered_kv.kernels import attend, lookup, recall, score, select
 
     compile_kernel(score.score_kernel, {"query": "*bf16"})
-    compile_kernel(score.score_kernel, {"query": "*fp32"}, TILE=16)
+    compile_kernel(score.score_kernel, {"query": "*bf16", "centroid": "*bf16", "variance": "*bf16"}, IN_DIGITS=False)
+    compile_kernel(score.score_kernel, {"query": "*fp32"}, TILE=16, IN_DIGITS=False)
     compile_kernel(attend.attend_kernel, {"query": "*bf16", "recent": "*bf16", "cache": "*bf16"})
     compile_kernel(attend.merge_kernel, {"out": "*bf16"})
     compile_kernel(recall.recall_kernel, {"cache": "*i64", "host_address": "i64"})
