@@ -87,3 +87,10 @@ def test_what_was_fetched_ahead_counts_as_used_when_the_step_selects_it():
         with force_backend(backend):
             count(counters, selection, guessed_slots, missed, tables)
         assert counters.tolist() == [2, 14, 12, 8]  # fetched 3, 4, 7, 8; used 3 and 8
+
+
+def test_the_first_decode_step_is_enough_to_know_the_model():
+    model = make_model("llama")
+    with kv_cache_dispatched(model, TieredKVConfig(**OPTIONS, prefetch="next_layer")):
+        generate(model, 3)  # the prompt's token, one step that verifies, one that may come from a graph
+        assert model.kv_cache_stats()["guesses"] > 0

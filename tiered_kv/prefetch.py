@@ -91,7 +91,7 @@ class Prefetcher:
     def _fetch(self, index: int, guesser: QueryGuesser, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the layer that precedes the one at ``index``."""
         layer = _decoding_layer(kwargs, args, index)
-        if layer is not None and self._is_verified:
+        if layer is not None and self._is_verified and layer.can_fetch_ahead():
             with layer.engine.ahead():
                 layer.fetch_ahead(guesser(args[0], kwargs["position_ids"], kwargs["position_embeddings"]))
 
@@ -120,9 +120,8 @@ class Prefetcher:
 
 
 def _decoding_layer(kwargs: dict[str, Any], args: tuple, index: int) -> Any:
-    """The tiered layer at ``index`` when this is a decode step in which it selects, else ``None``."""
+    """The tiered layer at ``index`` in a decode step, else ``None``."""
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, TieredCache) or not args or args[0].shape[1] != 1:
         return None
-    layer = cache.layers[index].tiered
-    return layer if layer is not None and layer.can_fetch_ahead() else None
+    return cache.layers[index].tiered
