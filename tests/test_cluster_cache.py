@@ -41,7 +41,7 @@ def cache() -> ClusterCache:
 
 def selection(rows: list[list[int]]) -> Selection:
     """The given blocks of each row, padded to the same length."""
-    longest = max(map(len, rows)) + 1
+    longest = min(max(map(len, rows)) + 1, SLOTS)
     blocks = torch.tensor([row + [-1] * (longest - len(row)) for row in rows], dtype=torch.int32, device=DEVICE)
     row = torch.arange(len(rows), device=DEVICE, dtype=torch.int32)[:, None]
     starts = (row * BLOCKS + blocks) * BLOCK

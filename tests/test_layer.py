@@ -141,6 +141,7 @@ def test_softcap_and_attention_sinks(options, value_dim):
         dict(window_size=1, decode_segment=5),
         dict(block_size=3, max_cluster_tokens=7),
         dict(block_size=16, tokens_per_cluster=5),
+        dict(tokens_per_cluster=8, max_cluster_tokens=24, block_size=24),  # blocks run out before tokens do
         dict(gpu_cache_size=1.0),
         dict(token_budget=8),
     ],

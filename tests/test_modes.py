@@ -201,6 +201,21 @@ def test_a_hybrid_model_whose_prompt_is_cached_is_refused_before_anything_is_dro
     assert {layer.get_seq_length() for layer in cache.layers} == {90}
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_padded_prompt_token_by_token(family):
+    """Single tokens that are padding in some rows are no decode steps."""
+    model = dispatch_kv_cache(make_model(family), small_config(dense_context=0))
+    inputs, cache = padded_prompt(50, [0, 21, 47], seed=1), new_cache(model)
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        for t in range(49):
+            mask, now = inputs["attention_mask"][:, : t + 1], slice(t, t + 1)
+            model(
+                inputs["input_ids"][:, now], attention_mask=mask, position_ids=positions[:, now], past_key_values=cache
+            )
+    assert tokens(model, **inputs, past_key_values=cache) == tokens(make_model(family), **inputs)
+
+
 @pytest.mark.parametrize("dropped", [1, 9, 23, 60, 100])
 def test_crop_back_and_generate_again(dropped, model, stock, cache):
     first = tokens(model, **ones(IDS), past_key_values=cache)
@@ -338,7 +353,7 @@ def test_inference_mode(then, model, stock, cache):
     with torch.inference_mode(then == "inside"):
         assert tokens(model, **whole, past_key_values=cache) == tokens(stock, **whole)
         cache.crop(-30)
-        cache.batch_select_indices(torch.tensor([1, 1]))
+        cache.batch_select_indices(torch.tensor([1, 1], device=IDS.device))
 
 
 def test_bfloat16_runs_all_the_way(stock):

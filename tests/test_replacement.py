@@ -29,7 +29,7 @@ class Inn:
     def night(self, *guests: int) -> set[str]:
         """Let these guests sleep here, and tell who had to leave."""
         before = self.guests
-        blocks = torch.tensor([[*guests, -1]], dtype=torch.int32, device=DEVICE)
+        blocks = torch.tensor([[*guests, -1][:4]], dtype=torch.int32, device=DEVICE)
         assign_slots(self.tables, blocks, policy=self.policy)
         return before - self.guests
 
