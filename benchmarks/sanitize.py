@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck  --error-exitcode 1 python -m benchmarks.sanitize
     compute-sanitizer --tool racecheck --error-exitcode 1 python -m benchmarks.sanitize
 
-Every kernel of the decode path runs, and of clustering, at a shape whose tiles are partly empty; recall reads pinned host
-memory; a window fills up and becomes a segment.
+Every kernel of the decode path runs, and of clustering, at a shape whose tiles are partly empty; recall reads pinned
+host memory; a window fills up and becomes a segment.
 """
 
 from __future__ import annotations
