@@ -96,9 +96,9 @@ def our_rows(
 
 def timed(model: Any, cache: Any, trace: str, out: rows.Rows, plan: Any, facts: dict[str, Any]) -> dict[str, Any]:
     with ours.decoding(model, cache, traces.load(trace)) as decoder:
-        timing, rate = decoder.timed(plan.steps, plan.measurements)
+        timing, counted = decoder.timed(plan.steps, plan.measurements)
         return out.add(
-            what="ours", batch=decoder.batch, **facts, **timing.fields(), trace=trace, miss_rate=rate,
+            what="ours", batch=decoder.batch, **facts, **timing.fields(), trace=trace, **counted,
             gpu_cache_size=cache.kv_config.gpu_cache_size,
             tokens_per_s=round(decoder.batch * 1e3 / timing.ms, 1), settings=cache.kv_config.to_dict(),
             stats=ours.memory_stats(cache),

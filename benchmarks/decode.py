@@ -3,6 +3,7 @@
     python -m benchmarks.decode                                        # 1 x 32k, 1 x 128k, 8 x 32k; every peer
     python -m benchmarks.decode --quick                                # ours, the floor and full KV in a graph
     python -m benchmarks.decode --cap-gib 24                           # best batch of each under a memory cap
+    python -m benchmarks.decode --kv prefetch=next_layer               # other options of the library
     python -m benchmarks.decode --profile                              # kernels of one replayed step of ours
 
 Caches are filled with random keys and values (benchmarks/fill.py); what ours selects follows a trace recorded from a
@@ -126,8 +127,8 @@ class Setting:
             "settings": cache.kv_config.to_dict(),
         }
         with ours.decoding(self.model, cache, traces.load(name), stride) as decoder:
-            timing, rate = decoder.timed(self.plan.steps, self.plan.measurements)
-            facts["miss_rate"] = rate
+            timing, counted = decoder.timed(self.plan.steps, self.plan.measurements)
+            facts |= counted
             mine = self.row(
                 "ours", **timing.fields(), **facts, waits=decoder.waits(), replay_ms=decoder.replay_ms(),
                 stats=ours.memory_stats(cache), **_gpu_memory(), eager=self.model._tiered_kv.graph.refusal,
@@ -205,7 +206,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", help="default 32768 131072")
     parser.add_argument("--batches", type=int, nargs="+", help="default 1 and 8 up to 32k, 1 beyond")
     parser.add_argument("--miss", type=float, nargs="+", default=[0.0, 0.1, 0.4], help="token miss rates to aim at")
-    parser.add_argument("--budget", type=int, default=2048, help="tokens attended per KV head")
+    ours.add_arguments(parser)
     parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
     parser.add_argument("--quick", action="store_true", help="no slow peers, fewer measurements")
     parser.add_argument("--steps", type=int, default=20, help="steps a measurement")

@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=shapes.SHAPES, default="8b")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=131072)
-    parser.add_argument("--budget", type=int, default=2048, help="tokens attended per KV head")
+    ours.add_arguments(parser)
     options: argparse.Namespace = parser.parse_args(arguments)
     if options.smoke:
         options.shape, options.context = "tiny", 700

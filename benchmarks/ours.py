@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,13 +44,13 @@ class Decoder:
         if surplus:
             self.cache.crop(-surplus)
 
-    def timed(self, steps: int, measurements: int) -> tuple[Timing, float]:
-        """Time of a step once misses are steady, and the token miss rate over the same steps."""
+    def timed(self, steps: int, measurements: int) -> tuple[Timing, dict[str, Any]]:
+        """Time of a step once misses are steady, and what was counted over the same steps."""
         for _ in range(SETTLING):
             self.step()
-        before = self.counted()
+        before = counted(self.cache)
         timing = time_steps(self.step, steps, measurements, warmup=0)
-        return timing, miss_rate(before, self.counted())
+        return timing, since(before, counted(self.cache))
 
     def sustained(self) -> dict[str, Any]:
         """Steps over the time a segment takes to gather and be clustered, that included."""
@@ -62,11 +63,6 @@ class Decoder:
         """Time of a token within plain ``generate()``, greedy."""
         ids = random_ids(self.model, self.cache, self.batch)
         return generate_times(self.model, self.cache, ids, tokens)
-
-    def counted(self) -> tuple[int, int]:
-        """Tokens recalled and selected so far."""
-        stats = self.cache.stats()
-        return stats["recalled_tokens"], stats["selected_tokens"]
 
     def waits(self) -> str:
         """What a few steps make the host wait for: "none", or torch's complaint."""
@@ -87,6 +83,7 @@ class Decoder:
         scores = [torch.zeros(layer.index.tables.sizes.shape, device=layer.device) for layer in self.replay.layers]
 
         def overwrite() -> None:
+            self.replay.begin_step()
             for layer, score in zip(self.replay.layers, scores, strict=True):
                 self.replay(layer.index.tables.sizes, score)
 
@@ -99,22 +96,40 @@ def decoding(model: Any, cache: TieredCache, trace: traces.Trace, stride: int = 
     with torch.no_grad(), kv_cache_dispatched(model, cache.kv_config):
         replay = traces.Replay(trace, cache, stride)
         decoder = Decoder(model, cache, replay)
+        hook = model.base_model.register_forward_pre_hook(replay.begin_step)
         try:
             with traces.scores_hooked(replay):
                 yield decoder
             decoder.rewind()
         finally:
+            hook.remove()
             decoder.model = decoder.cache = None  # the caller may still hold the decoder
 
 
+def add_arguments(parser: argparse.ArgumentParser, budget: int = 2048) -> None:
+    """What benchmarks of ours take: the budget, and any other option of the library by name."""
+    parser.add_argument("--budget", type=int, default=budget, help=f"tokens attended per KV head (default {budget})")
+    parser.add_argument(
+        "--kv", nargs="+", default=[], metavar="NAME=VALUE", help="options of TieredKVConfig: --kv prefetch=next_layer"
+    )
+
+
 def kv_config(options: argparse.Namespace) -> TieredKVConfig:
-    """Our options: the library's defaults at the budget asked for, or small ones for a smoke test."""
-    if not options.smoke:
-        return TieredKVConfig(token_budget=options.budget)
-    return TieredKVConfig(
-        token_budget=64, num_sink_tokens=4, window_size=8, decode_segment=128, prefill_segment=256,
-        tokens_per_cluster=4, max_cluster_tokens=8, block_size=4, kmeans_iterations=3,
+    """Our options: the library's defaults but for what was asked for, or small ones for a smoke test."""
+    small: dict[str, Any] = dict(
+        num_sink_tokens=4, window_size=8, decode_segment=128, prefill_segment=256, tokens_per_cluster=4,
+        max_cluster_tokens=8, block_size=4, kmeans_iterations=3,
     )  # fmt: skip
+    chosen = small | {"token_budget": 64} if options.smoke else {"token_budget": options.budget}
+    named = dict(item.split("=", 1) for item in options.kv)
+    return TieredKVConfig.from_dict(chosen | {name: _value(text) for name, text in named.items()})
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def memory_stats(cache: TieredCache) -> dict[str, Any]:
@@ -123,10 +138,24 @@ def memory_stats(cache: TieredCache) -> dict[str, Any]:
     return {name: stats[name] for name in stats if name.endswith(("_bytes", "_per_lookup"))}
 
 
-def miss_rate(before: tuple[int, int], after: tuple[int, int]) -> float:
-    """Tokens recalled over tokens selected between two counts."""
-    recalled, selected = (b - a for a, b in zip(before, after, strict=True))
-    return round(recalled / max(1, selected), 4)
+def counted(cache: TieredCache) -> dict[str, int]:
+    """Every counter of the cache."""
+    return {name: n for name, n in cache.stats().items() if isinstance(n, int) and not name.startswith("kv_")}
+
+
+def since(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
+    """What was counted between, as shares of the tokens selected.
+
+    Returns:
+        ``miss_rate``: tokens that had to come from the host, fetched ahead or at the layer's turn;
+        ``late_rate``: those that came at the layer's turn (all of them without prefetch);
+        ``vain_rate``: tokens fetched ahead and not selected; and the ``counters``.
+    """
+    counters = {name: after[name] - before[name] for name in after if after[name] != before.get(name, 0)}
+    late, selected = counters.get("recalled_tokens", 0), max(1, counters.get("selected_tokens", 0))
+    ahead, used = counters.get("prefetched_tokens", 0), counters.get("used_prefetched_tokens", 0)
+    rates = {"miss_rate": late + used, "late_rate": late, "vain_rate": ahead - used}
+    return {name: round(tokens / selected, 4) for name, tokens in rates.items()} | {"counters": counters}
 
 
 def random_ids(model: Any, cache: Any, batch: int) -> torch.Tensor:

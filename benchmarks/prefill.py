@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks import peers, rows, shapes
-from benchmarks.ours import kv_config, memory_stats
+from benchmarks.ours import add_arguments, kv_config, memory_stats
 from tiered_kv import TieredCache, TieredKVConfig, TieredKVError, kv_cache_dispatched
 
 BARS = {32768: 1.15}
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--who", nargs="+", choices=("ours", "hf"), default=["ours", "hf"])
     parser.add_argument("--measurements", type=int, help="default 5, or 2 from 100k tokens on")
-    parser.add_argument("--budget", type=int, default=2048, help="tokens attended per KV head")
+    add_arguments(parser)
     parser.add_argument("--cap-gib", type=float, help="GPU memory this process may take, weights included")
     options: argparse.Namespace = parser.parse_args(arguments)
     if options.smoke:

@@ -140,7 +140,7 @@ def read_rows(folder: Path = RESULTS, pattern: str = "*.jsonl") -> list[dict[str
 
 
 def _short(row: dict[str, Any]) -> str:
-    facts = {k: v for k, v in row.items() if k not in ("benchmark", "run", "settings", "stats", "variants")}
+    facts = {k: v for k, v in row.items() if k not in ("benchmark", "run", "settings", "stats", "variants", "counters")}
     return "  " + "  ".join(f"{name}={_figure(value)}" for name, value in facts.items() if value is not None)
 
 

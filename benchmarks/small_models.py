@@ -60,11 +60,11 @@ class Bench:
         with kv_cache_dispatched(self.model, self.kv_config):
             cache = TieredCache(self.model.config, self.kv_config)
             ids = self._after_a_token(cache)
-            before = _counted(cache)
+            before = ours.counted(cache)
             times = ours.generate_times(self.model, cache, ids, self.plan.tokens, skip=8)
-            rate = ours.miss_rate(before, _counted(cache))
+            counted = ours.since(before, ours.counted(cache))
             step = rows.time_steps(self._step(cache), self.plan.steps, self.plan.measurements)
-            facts = {"miss_rate": rate, "settings": self.kv_config.to_dict(), "stats": ours.memory_stats(cache)}
+            facts = {**counted, "settings": self.kv_config.to_dict(), "stats": ours.memory_stats(cache)}
             eager = self.model._tiered_kv.graph.refusal if self.model._tiered_kv.graph else None
             cache.close()
         overhead = round(times.ms - step.ms, 4)
@@ -141,11 +141,6 @@ def static_cache(config: Any, tokens: int) -> StaticCache:
     return cache
 
 
-def _counted(cache: TieredCache) -> tuple[int, int]:
-    stats = cache.stats()
-    return stats["recalled_tokens"], stats["selected_tokens"]
-
-
 def real(name: str, tokens: int, device: torch.device, kind: str | None) -> tuple[Any, torch.Tensor]:
     """A real model in bf16 on the GPU, and the beginning of a book."""
     model = load_model(name, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
@@ -167,7 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=list(LENGTHS))
     parser.add_argument("--tokens", type=int, default=128, help="new tokens timed")
     parser.add_argument("--compared", type=int, default=64, help="new tokens compared with the torch path")
-    parser.add_argument("--budget", type=int, default=1024, help="tokens attended per KV head")
+    ours.add_arguments(parser, budget=1024)
     parser.add_argument("--steps", type=int, default=20, help="steps a measurement")
     parser.add_argument("--measurements", type=int, default=rows.MEASUREMENTS)
     parser.add_argument("--text", help="file of the evaluation data; by default a book, or Python's help")

@@ -33,7 +33,11 @@ def tiny_cache(model, batch=2, context=500, **options):
 def few_clusters():
     """A trace over so few clusters that a small cache has a place for each."""
     rankings = np.stack([np.roll(np.arange(traces.TOP), 40 * step) for step in range(5)])
-    return traces.Trace("few", rankings[None].astype(np.int16), {})
+    return trace_of(rankings[None].astype(np.int16))
+
+
+def trace_of(ids):
+    return traces.Trace("made", ids, ids[:, ::-1].copy(), {})
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -48,6 +52,12 @@ def test_smoke_prints_a_table_and_writes_nothing(name, capsys, tmp_path):
     COMMANDS[name].main(["--smoke", "--out", str(tmp_path / "rows.jsonl")])
     assert capsys.readouterr().out.splitlines()[-1].startswith("|")
     assert not list(tmp_path.iterdir())
+
+
+def test_any_option_of_the_library_can_be_asked_for():
+    options = decode.parse(["--budget", "1024", "--kv", "policy=lfu", "gpu_cache_size=1.5"])
+    kv_config = ours.kv_config(options)
+    assert (kv_config.token_budget, kv_config.policy, kv_config.gpu_cache_size) == (1024, "lfu", 1.5)
 
 
 def test_without_a_gpu_only_smoke_tests_run():
@@ -128,26 +138,37 @@ def test_the_overwriting_kernel_does_what_torch_does(model):
     trace, sizes, results = few_clusters(), cache.group.layers[0].index.tables.sizes, []
     for backend in ("torch", "triton"):
         replay, scores = traces.Replay(trace, cache), torch.zeros(sizes.shape, device=DEVICE)
+        guessed = torch.zeros_like(scores)
         with force_backend(backend):
+            replay.begin_step()
             replay(sizes, scores)
-        results.append(scores)
+            replay(sizes, guessed, is_guess=True)
+        results.append(torch.stack([scores, guessed]))
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
-    assert int((results[0] > 0).sum()) == traces.TOP * len(sizes)
+    assert int((results[0] > 0).sum()) == 2 * traces.TOP * len(sizes)
+    assert not torch.equal(*results[0])
 
 
 def test_miss_rates_come_from_counters_and_lru():
-    assert ours.miss_rate((10, 100), (30, 200)) == 0.2
-    still = traces.Trace("still", np.tile(np.arange(256, dtype=np.int16), (1, 30, 1)), {})
+    before = {"recalled_tokens": 10, "selected_tokens": 100}
+    after = {"recalled_tokens": 30, "selected_tokens": 200, "prefetched_tokens": 15, "used_prefetched_tokens": 10}
+    counted = ours.since(before | dict.fromkeys(list(after)[2:], 0), after)
+    assert (counted["miss_rate"], counted["late_rate"], counted["vain_rate"]) == (0.3, 0.2, 0.05)
+    still = trace_of(np.tile(np.arange(traces.TOP, dtype=np.int16), (1, 30, 1)))
     assert traces.lru_miss_rate(still, 128, 1) == 0
-    ids = (np.arange(256)[None] + 128 * np.arange(30)[:, None]).astype(np.int16)[None]
-    assert traces.lru_miss_rate(traces.Trace("moving", ids, {}), 128, 1) == 1
+    ids = (np.arange(traces.TOP)[None] + 128 * np.arange(30)[:, None]).astype(np.int16)[None]
+    assert traces.lru_miss_rate(trace_of(ids), 128, 1) == 1
+    assert traces.found_by_guess(traces.Trace("seen", ids, ids, {}), 128) == (1, 0)
 
 
 def test_recorded_traces_rank_clusters_step_by_step():
-    ids = traces.record(make_model(), prompt(300), 6, small_config(token_budget=32, cuda_graph=False), streams=4)
-    assert ids.shape[:2] == (4, 6)
-    assert ids.dtype == np.int16
+    """Guesses resemble the rankings that come a layer later, but differ from them."""
+    kv_config = small_config(token_budget=32, cuda_graph=False)
+    ids, guesses = traces.record(make_model(), prompt(300), 6, kv_config, streams=4)
+    assert ids.shape[:2] == guesses.shape[:2] == (4, 6)
+    assert ids.dtype == guesses.dtype == np.int16
     assert all(len(set(ranking)) == len(ranking) for ranking in ids[0].tolist())
+    assert not np.array_equal(ids, guesses)
 
 
 @pytest.mark.parametrize("name", traces.names())
