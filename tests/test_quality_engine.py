@@ -13,6 +13,7 @@ from benchmarks.quality import graph
 from benchmarks.quality import session as session_module
 from benchmarks.quality.graph import StepRunner
 from benchmarks.quality.methods import BASELINES, make_methods
+from benchmarks.quality.methods.base import Method
 from benchmarks.quality.methods.clusters import ClusterOptions, Clusters
 from benchmarks.quality.methods.oracle import Oracle
 from benchmarks.quality.ours import TieredSession, schedule_of
@@ -55,6 +56,33 @@ def test_the_full_row_is_the_stock_model(family):
     logits = forced_logits(model, make_methods(["oracle", "kivi_int4"], [16]))
     torch.testing.assert_close(logits[:, 0], stock, atol=LOGITS_TOLERANCE, rtol=0)
     assert (logits[:, 1] - stock).abs().max() > 100 * LOGITS_TOLERANCE
+
+
+class Shown(Method):
+    """A method that writes down what it is shown of the prompt, layer by layer."""
+
+    needs_attention = needs_sums = True
+
+    def start(self, prompt):
+        self.prompts = [*getattr(self, "prompts", []), prompt]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_methods_see_the_prompts_attention(family):
+    """H2O's sums and SnapKV's observation window, gathered over three prefill chunks, against the stock model's own."""
+    model, shown = make_model(family), Shown()
+    with torch.no_grad():
+        tokens = torch.tensor([ids()[:PROMPT]], device=DEVICE)
+        weights = model(input_ids=tokens, output_attentions=True).attentions
+    forced_logits(model, [shown])
+    types = getattr(model.config, "layer_types", None) or ["full_attention"] * len(weights)
+    full = [w[0] for w, kind in zip(weights, types, strict=True) if kind == "full_attention"]
+    assert len(shown.prompts) == len(full)
+    for given, expected in zip(shown.prompts, full, strict=True):
+        by_group = expected.unflatten(0, (given.keys.shape[0], -1))
+        torch.testing.assert_close(given.attention_sums, by_group.sum((1, 2)), atol=1e-4, rtol=0)
+        candidates = slice(given.first, given.first + given.keys.shape[1])
+        torch.testing.assert_close(given.attention, by_group[:, :, -64:, candidates], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", [name for name in BASELINES if not name.startswith("kivi")])
