@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser, budget: int = 2048) -> None:
 def kv_config(options: argparse.Namespace) -> TieredKVConfig:
     """Our options: the library's defaults but for what was asked for, or small ones for a smoke test."""
     small: dict[str, Any] = dict(
-        num_sink_tokens=4, window_size=8, decode_segment=128, prefill_segment=256, tokens_per_cluster=4,
+        num_sink_tokens=4, window_size=8, decode_segment=64, prefill_segment=256, tokens_per_cluster=4,
         max_cluster_tokens=8, block_size=4, kmeans_iterations=3,
     )  # fmt: skip
     chosen = small | {"token_budget": 64} if options.smoke else {"token_budget": options.budget}
