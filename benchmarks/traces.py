@@ -39,7 +39,7 @@ Hook = Callable[[torch.Tensor, torch.Tensor, bool], None]
 MISS_RATES: dict[float, tuple[tuple[str, float, int], ...]] = {
     0.0: (("drift", 2.0, 0),),
     0.01: (("smollm2", 2.0, 1), ("drift", 4.0, 1)),
-    0.1: (("smollm2", 1.0, 1), ("drift", 1.0, 1)),
+    0.1: (("smollm2", 1.08, 1), ("drift", 1.0, 1)),
     0.2: (("gemma3", 2.0, 1), ("drift", 1.0, 4)),
     0.4: (("gemma3", 1.0, 1), ("drift", 1.0, 16)),
 }
