@@ -6,6 +6,8 @@
 #   TIERED_KV_COMMIT=abc1234 OUT=out LIMIT=590 bash benchmarks/gpu_session.sh
 #
 # LIMIT: seconds for all of it (default 590). A part is not begun with less than 15 seconds left.
+# DECODE_ARGS: more for benchmarks.decode, such as "--kv prefetch=next_layer" or "--contexts 131072 --miss 0.1".
+# TAIL: lines of each part's output to show (default 25).
 # TIERED_KV_COMMIT: what the rows call the commit where there is no git repository.
 set -u
 cd "$(dirname "$0")/.."
@@ -33,14 +35,15 @@ run_part() {
   tests) part tests 150 python -m pytest -q -x tests ;;
   clustering) part clustering 90 python -m benchmarks.clustering --out "$OUT/clustering.jsonl" ;;
   kernels) part kernels 120 python -m benchmarks.kernels --out "$OUT/kernels.jsonl" ;;
-  decode) part decode 360 python -m benchmarks.decode --out "$OUT/decode.jsonl" ;;
-  quick) part decode 240 python -m benchmarks.decode --quick --out "$OUT/decode.jsonl" ;;
+  decode) part decode 360 python -m benchmarks.decode --out "$OUT/decode.jsonl" ${DECODE_ARGS:-} ;;
+  quick) part decode 240 python -m benchmarks.decode --quick --out "$OUT/decode.jsonl" ${DECODE_ARGS:-} ;;
   profile) part profile 90 python -m benchmarks.decode --profile --contexts 131072 --miss 0.1 ;;
   prefill) part prefill 150 python -m benchmarks.prefill --out "$OUT/prefill.jsonl" ;;
   recall) part recall 60 python -m benchmarks.recall --out "$OUT/recall.jsonl" ;;
   memory) part memory 60 python -m benchmarks.memory --out "$OUT/memory.jsonl" ;;
   # Under a cap freed memory must serve the next buffer, whatever its size.
-  capped) part capped 240 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m benchmarks.decode --cap-gib 24 --longest --out "$OUT/decode.jsonl" ;;
+  capped) part capped 240 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \
+    python -m benchmarks.decode --cap-gib 24 --longest --out "$OUT/decode.jsonl" ${DECODE_ARGS:-} ;;
   prefill_capped) part prefill_capped 150 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \
     python -m benchmarks.prefill --contexts 131072 --cap-gib 24 --out "$OUT/prefill.jsonl" ;;
   small) part small 200 python -m benchmarks.small_models --out "$OUT/small_models.jsonl" ;;
