@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from tiered_kv.kernels.dispatch import tl, triton, use_triton
-from tiered_kv.kernels.lookup import SlotTables
-from tiered_kv.kernels.select import Selection
+
+if TYPE_CHECKING:
+    from tiered_kv.kernels.lookup import SlotTables
+    from tiered_kv.kernels.select import Selection
 
 COUNTERS = (
     "lookups",
@@ -19,30 +23,16 @@ COUNTERS = (
 
 AHEAD_COUNTERS = ("guesses", "guessed_tokens", "prefetched_tokens", "used_prefetched_tokens")
 
-TILE = 4096
-"""Clusters a program looks at in one go; untuned."""
-
 
 @triton.jit
-def count_kernel(
-    counter_ptr, chosen_ptr, length_ptr, missed_ptr, clusters, max_blocks, TILE: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
-    """One row adds what it selected and missed, in the order of ``COUNTERS``."""
-    row = tl.program_id(0).to(tl.int64)
-    num_chosen = 0
-    for first in range(0, clusters, TILE):
-        cluster = first + tl.arange(0, TILE)
-        chosen = tl.load(chosen_ptr + row * clusters + cluster, mask=cluster < clusters, other=0)
-        num_chosen += tl.sum(chosen.to(tl.int32), axis=0)
-    block = tl.arange(0, BLOCKS)
-    length = tl.load(length_ptr + row * max_blocks + block, mask=block < max_blocks, other=0)
-    missed = tl.load(missed_ptr + row * max_blocks + block, mask=block < max_blocks, other=0).to(tl.int32)
-    tl.atomic_add(counter_ptr, 1)
-    tl.atomic_add(counter_ptr + 1, num_chosen.to(tl.int64))
-    tl.atomic_add(counter_ptr + 2, tl.sum(length, axis=0).to(tl.int64))
-    tl.atomic_add(counter_ptr + 3, tl.sum((length > 0).to(tl.int32), axis=0).to(tl.int64))
-    tl.atomic_add(counter_ptr + 4, tl.sum(missed, axis=0).to(tl.int64))
-    tl.atomic_add(counter_ptr + 5, tl.sum(missed * length, axis=0).to(tl.int64))
+def count_row(counter_ptr, clusters, tokens, blocks, missed_blocks, missed_tokens):
+    """Add what one row selected and missed, int64 each, in the order of ``COUNTERS``."""
+    tl.atomic_add(counter_ptr, 1, sem="relaxed")
+    tl.atomic_add(counter_ptr + 1, clusters, sem="relaxed")
+    tl.atomic_add(counter_ptr + 2, tokens, sem="relaxed")
+    tl.atomic_add(counter_ptr + 3, blocks, sem="relaxed")
+    tl.atomic_add(counter_ptr + 4, missed_blocks, sem="relaxed")
+    tl.atomic_add(counter_ptr + 5, missed_tokens, sem="relaxed")
 
 
 def new_counters(device: torch.device, names: tuple[str, ...] = COUNTERS) -> torch.Tensor:
@@ -50,31 +40,18 @@ def new_counters(device: torch.device, names: tuple[str, ...] = COUNTERS) -> tor
     return torch.zeros(len(names), dtype=torch.int64, device=device)
 
 
-def count_step(counters: torch.Tensor, chosen: torch.Tensor, lengths: torch.Tensor, missed: torch.Tensor) -> None:
-    """Add one step of one layer to ``counters``.
+def count_step(counters: torch.Tensor, selection: Selection, missed: torch.Tensor) -> None:
+    """Add one step of one layer to ``counters``, in plain torch; on the GPU the lookup does it by :func:`count_row`.
 
     Args:
         counters: ``[len(COUNTERS)]`` int64, updated in place.
-        chosen: ``[rows, clusters]`` bool clusters selected.
-        lengths: ``[rows, max_blocks]`` int32 tokens of the selected blocks, 0 in the padding.
+        selection: What was selected.
         missed: ``[rows, max_blocks]`` bool blocks recalled.
     """
-    if not use_triton(counters):
-        count_step_reference(counters, chosen, lengths, missed)
-        return
-    rows, clusters = chosen.shape
-    max_blocks = lengths.shape[1]
-    count_kernel[(rows,)](
-        counters, chosen.view(torch.uint8), lengths, missed.view(torch.uint8), clusters, max_blocks,
-        TILE=min(TILE, triton.next_power_of_2(clusters)), BLOCKS=triton.next_power_of_2(max_blocks),
-    )  # fmt: skip
-
-
-def count_step_reference(counters, chosen, lengths, missed) -> None:
-    """The same in plain torch."""
-    rows = torch.full((), chosen.shape[0], dtype=torch.int64, device=counters.device)
-    recalled = torch.where(missed, lengths, 0)
-    counters += torch.stack([rows, chosen.sum(), lengths.sum(), (lengths > 0).sum(), missed.sum(), recalled.sum()])
+    rows = torch.full((), len(missed), dtype=torch.int64, device=counters.device)
+    lengths, recalled = selection.lengths, torch.where(missed, selection.lengths, 0)
+    selected = selection.chosen.sum(), lengths.sum(), (lengths > 0).sum()
+    counters += torch.stack([rows, *selected, missed.sum(), recalled.sum()])
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from tiered_kv.kernels.count import count_row, count_step
 from tiered_kv.kernels.dispatch import check_contiguous, tl, triton, use_triton
 from tiered_kv.kernels.select import NUM_WARPS as SELECT_WARPS
 from tiered_kv.kernels.select import Selection, prepare_selection, select_clusters_reference, select_row
@@ -71,12 +72,15 @@ def _slots_to_evict(
 
 @triton.jit
 def assign_row(
-    slot_of_ptr, block_in_ptr, last_used_ptr, uses_ptr, step_ptr, block_ptr, slot_ptr, missed_ptr,
+    slot_of_ptr, block_in_ptr, last_used_ptr, uses_ptr, step_ptr, block_ptr, length_ptr, slot_ptr, missed_ptr,
     num_blocks, num_slots, max_blocks,
     POLICY: tl.constexpr, AGING_PERIOD: tl.constexpr, FREQUENCY_BONUS: tl.constexpr, MAX_USES: tl.constexpr,
-    MAX_BLOCKS_PADDED: tl.constexpr, SLOTS_PADDED: tl.constexpr,
+    MAX_BLOCKS_PADDED: tl.constexpr, SLOTS_PADDED: tl.constexpr, HAS_COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """Look up the blocks of this program's row. A barrier stands between reads and writes of the same table."""
+    """Look up the blocks of this program's row. A barrier stands between reads and writes of the same table.
+
+    Returns the number of blocks missed and, with ``HAS_COUNTERS``, of their tokens, int64.
+    """
     row = tl.program_id(0).to(tl.int64)
     slot_of_ptr += row * num_blocks
     block_in_ptr += row * num_slots
@@ -86,7 +90,8 @@ def assign_row(
     in_list = tl.arange(0, MAX_BLOCKS_PADDED) < max_blocks
 
     step = tl.load(step_ptr + row) + 1
-    block = tl.load(block_ptr + place, mask=in_list, other=-1)
+    # Single numbers, not vectors: what follows is scattered (see select.py).
+    block = tl.load(tl.multiple_of(block_ptr + place, 4), mask=in_list, other=-1)
     wanted = block >= 0
     slot = tl.load(slot_of_ptr + block, mask=wanted, other=-1)
     hit = slot >= 0
@@ -95,12 +100,17 @@ def assign_row(
     last_used = tl.load(last_used_ptr + slot, mask=hit, other=0)
     uses = tl.minimum(_aged(uses, last_used, step, AGING_PERIOD) + 1, MAX_USES)
     now = tl.zeros([MAX_BLOCKS_PADDED], tl.int32) + step
+    num_missed = missed.to(tl.int64)
+    if HAS_COUNTERS:  # blocks and tokens in one sum
+        length = tl.load(tl.multiple_of(length_ptr + place, 4), mask=missed, other=0)
+        num_missed += length.to(tl.int64) << 32
+    num_missed = tl.sum(num_missed, axis=0)
     tl.debug_barrier()
     tl.store(last_used_ptr + slot, now, mask=hit)
     tl.store(uses_ptr + slot, uses, mask=hit)
     tl.store(step_ptr + row, step)
 
-    if tl.max(missed.to(tl.int32), axis=0) > 0:
+    if num_missed > 0:
         tl.debug_barrier()
         victims = _slots_to_evict(
             block_in_ptr, last_used_ptr, uses_ptr, step, num_slots, POLICY, AGING_PERIOD, FREQUENCY_BONUS, SLOTS_PADDED
@@ -117,8 +127,9 @@ def assign_row(
         tl.store(uses_ptr + victim, tl.full([MAX_BLOCKS_PADDED], 1, tl.int32), mask=missed)
         slot = tl.where(missed, victim, slot)
 
-    tl.store(slot_ptr + place, slot, mask=in_list)
-    tl.store(missed_ptr + place, missed.to(tl.uint8), mask=in_list)
+    tl.store(tl.multiple_of(slot_ptr + place, 4), slot, mask=in_list)
+    tl.store(tl.multiple_of(missed_ptr + place, 1), missed.to(tl.uint8), mask=in_list)
+    return num_missed & 0xFFFFFFFF, num_missed >> 32
 
 
 @triton.jit
@@ -129,33 +140,36 @@ def assign_kernel(
     MAX_BLOCKS_PADDED: tl.constexpr, SLOTS_PADDED: tl.constexpr,
 ):  # fmt: skip
     assign_row(
-        slot_of_ptr, block_in_ptr, last_used_ptr, uses_ptr, step_ptr, block_ptr, slot_ptr, missed_ptr,
+        slot_of_ptr, block_in_ptr, last_used_ptr, uses_ptr, step_ptr, block_ptr, None, slot_ptr, missed_ptr,
         num_blocks, num_slots, max_blocks,
-        POLICY, AGING_PERIOD, FREQUENCY_BONUS, MAX_USES, MAX_BLOCKS_PADDED, SLOTS_PADDED,
+        POLICY, AGING_PERIOD, FREQUENCY_BONUS, MAX_USES, MAX_BLOCKS_PADDED, SLOTS_PADDED, False,
     )  # fmt: skip
 
 
 @triton.jit
 def select_and_assign_kernel(
-    score_ptr, size_ptr, start_ptr, first_block_ptr, chosen_ptr, block_ptr, block_start_ptr, block_length_ptr,
+    score_ptr, size_ptr, start_ptr, first_block_ptr, hint_ptr, chosen_ptr, block_ptr, block_start_ptr, block_length_ptr,
     list_ptr, count_ptr, clusters, wanted, token_budget, max_blocks,
-    slot_of_ptr, block_in_ptr, last_used_ptr, uses_ptr, step_ptr, slot_ptr, missed_ptr, num_blocks, num_slots,
-    BLOCK_SIZE: tl.constexpr, MAX_BLOCKS_PADDED: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
-    PIECES: tl.constexpr, PIECES_PADDED: tl.constexpr,
-    POLICY: tl.constexpr, AGING_PERIOD: tl.constexpr, FREQUENCY_BONUS: tl.constexpr, MAX_USES: tl.constexpr,
-    SLOTS_PADDED: tl.constexpr,
+    slot_of_ptr, block_in_ptr, last_used_ptr, uses_ptr, step_ptr, slot_ptr, missed_ptr, counter_ptr,
+    num_blocks, num_slots,
+    BLOCK_SIZE: tl.constexpr, MAX_BLOCKS_PADDED: tl.constexpr, LIMIT: tl.constexpr, CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_REST: tl.constexpr, PIECES: tl.constexpr, PIECES_PADDED: tl.constexpr,
+    HAS_HINTS: tl.constexpr, POLICY: tl.constexpr, AGING_PERIOD: tl.constexpr, FREQUENCY_BONUS: tl.constexpr,
+    MAX_USES: tl.constexpr, SLOTS_PADDED: tl.constexpr, HAS_COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    select_row(
-        score_ptr, size_ptr, start_ptr, first_block_ptr, chosen_ptr, block_ptr, block_start_ptr, block_length_ptr,
-        list_ptr, count_ptr, clusters, wanted, token_budget, max_blocks,
-        BLOCK_SIZE, MAX_BLOCKS_PADDED, LIMIT, TILE, PIECES, PIECES_PADDED,
+    clusters, tokens, blocks = select_row(
+        score_ptr, size_ptr, start_ptr, first_block_ptr, hint_ptr, chosen_ptr, block_ptr, block_start_ptr,
+        block_length_ptr, list_ptr, count_ptr, clusters, wanted, token_budget, max_blocks,
+        BLOCK_SIZE, MAX_BLOCKS_PADDED, LIMIT, CHUNKS, COLUMNS, HAS_REST, PIECES, PIECES_PADDED, HAS_HINTS,
     )  # fmt: skip
     tl.debug_barrier()  # the list of blocks goes from thread to thread through memory
-    assign_row(
-        slot_of_ptr, block_in_ptr, last_used_ptr, uses_ptr, step_ptr, block_ptr, slot_ptr, missed_ptr,
+    missed_blocks, missed_tokens = assign_row(
+        slot_of_ptr, block_in_ptr, last_used_ptr, uses_ptr, step_ptr, block_ptr, block_length_ptr, slot_ptr, missed_ptr,
         num_blocks, num_slots, max_blocks,
-        POLICY, AGING_PERIOD, FREQUENCY_BONUS, MAX_USES, MAX_BLOCKS_PADDED, SLOTS_PADDED,
+        POLICY, AGING_PERIOD, FREQUENCY_BONUS, MAX_USES, MAX_BLOCKS_PADDED, SLOTS_PADDED, HAS_COUNTERS,
     )  # fmt: skip
+    if HAS_COUNTERS:
+        count_row(counter_ptr, clusters.to(tl.int64), tokens, blocks, missed_blocks, missed_tokens)
 
 
 def assign_slots(tables: SlotTables, blocks: torch.Tensor, *, policy: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,6 +201,8 @@ def select_and_assign(
     starts: torch.Tensor,
     first_blocks: torch.Tensor,
     tables: SlotTables,
+    hints: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
     *,
     token_budget: int,
     max_blocks: int,
@@ -195,19 +211,26 @@ def select_and_assign(
 ) -> tuple[Selection, torch.Tensor, torch.Tensor]:
     """:func:`~tiered_kv.kernels.select.select_clusters` and :func:`assign_slots` of its blocks, in one launch.
 
+    Args:
+        counters: ``[len(COUNTERS)]`` int64 to which the step is added, see :mod:`tiered_kv.kernels.count`.
+
     Returns:
         The selection, ``slots`` and ``missed``.
     """
     budget = {"token_budget": token_budget, "max_blocks": max_blocks, "block_size": block_size}
     if not use_triton(scores):
         selection = select_clusters_reference(scores, sizes, starts, first_blocks, **budget)
-        return selection, *assign_slots_reference(tables, selection.blocks, policy=policy)
+        slots, missed = assign_slots_reference(tables, selection.blocks, policy=policy)
+        if counters is not None:
+            count_step(counters, selection, missed)
+        return selection, slots, missed
     check_contiguous(**tables._asdict())
-    selection, arguments, constants = prepare_selection(scores, sizes, starts, first_blocks, **budget)
+    selection, arguments, constants = prepare_selection(scores, sizes, starts, first_blocks, hints, **budget)
     slots, missed = _new_assignment(selection.blocks)
     select_and_assign_kernel[(scores.shape[0],)](
-        *arguments, *tables, slots, missed.view(torch.uint8), tables.slot_of.shape[1], tables.block_in.shape[1],
-        **constants, **_policy_constants(tables, policy), num_warps=SELECT_WARPS,
+        *arguments, *tables, slots, missed.view(torch.uint8), counters,
+        tables.slot_of.shape[1], tables.block_in.shape[1],
+        **constants, **_policy_constants(tables, policy), HAS_COUNTERS=counters is not None, num_warps=SELECT_WARPS,
     )  # fmt: skip
     return selection, slots, missed
 

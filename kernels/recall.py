@@ -20,9 +20,9 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 @triton.jit
 def recall_kernel(
-    host_address, start_ptr, length_ptr, slot_ptr, missed_ptr, cache_ptr, counter_ptr, max_blocks, num_slots,
+    host_address, start_ptr, length_ptr, slot_ptr, missed_ptr, cache_ptr, max_blocks, num_slots,
     BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_SIZE_PADDED: tl.constexpr,
-    WORDS: tl.constexpr, WORDS_PADDED: tl.constexpr, HAS_COUNTER: tl.constexpr,
+    WORDS: tl.constexpr, WORDS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """A few neighbouring blocks of one row, as a tile of tokens × words."""
     row = tl.program_id(1).to(tl.int64)
@@ -44,8 +44,6 @@ def recall_kernel(
     words = tl.load(host_ptr + (start + within)[:, None] * WORDS + word[None, :], mask=mask)
     cached = (row * num_slots + slot) * BLOCK_SIZE + within
     tl.store(cache_ptr + cached[:, None] * WORDS + word[None, :], words, mask=mask)
-    if HAS_COUNTER:
-        tl.atomic_add(counter_ptr, tl.sum(is_token.to(tl.int64), axis=0), sem="relaxed")
 
 
 def recall_blocks(
@@ -55,7 +53,6 @@ def recall_blocks(
     slots: torch.Tensor,
     missed: torch.Tensor,
     cache: torch.Tensor,
-    counters: torch.Tensor | None = None,
 ) -> None:
     """Copy every missed block from ``host`` to its slot in ``cache``.
 
@@ -67,10 +64,9 @@ def recall_blocks(
         slots: ``[rows, max_blocks]`` int32 destination.
         missed: ``[rows, max_blocks]`` bool which blocks to copy.
         cache: ``[rows, slots, block_size, width]`` the GPU cluster cache, written in place.
-        counters: ``[1]`` int64 on the cache's device, to which the tokens copied are added, when given.
     """
     if not use_triton(cache):
-        return recall_blocks_reference(host, starts, lengths, slots, missed, cache, counters)
+        return recall_blocks_reference(host, starts, lengths, slots, missed, cache)
     check_contiguous(host=host, starts=starts, lengths=lengths, slots=slots, missed=missed, cache=cache)
     if host.data_ptr() % 16:
         raise ValueError(f"host: expected an address that is a multiple of 16, got {host.data_ptr():#x}")
@@ -80,15 +76,15 @@ def recall_blocks(
     word_bytes = max(size for size in _WORDS if token_bytes % size == 0)
     block_size_padded = triton.next_power_of_2(block_size)
     recall_kernel[(triton.cdiv(max_blocks, BLOCKS_PER_PROGRAM), rows)](
-        host.data_ptr(), starts, lengths, slots, missed.view(torch.uint8), cache.view(_WORDS[word_bytes]), counters,
+        host.data_ptr(), starts, lengths, slots, missed.view(torch.uint8), cache.view(_WORDS[word_bytes]),
         max_blocks, num_slots,
         BLOCKS=BLOCKS_PER_PROGRAM, BLOCK_SIZE=block_size, BLOCK_SIZE_PADDED=block_size_padded,
         WORDS=token_bytes // word_bytes, WORDS_PADDED=triton.next_power_of_2(token_bytes // word_bytes),
-        HAS_COUNTER=counters is not None, num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
-def recall_blocks_reference(host, starts, lengths, slots, missed, cache, counters=None) -> None:
+def recall_blocks_reference(host, starts, lengths, slots, missed, cache) -> None:
     """The same in plain torch. With ``cache`` on a GPU this is the one place in decode where the host waits for it."""
     row, place = missed.nonzero(as_tuple=True)
     inside = torch.arange(cache.shape[2], device=cache.device)
@@ -96,5 +92,3 @@ def recall_blocks_reference(host, starts, lengths, slots, missed, cache, counter
     piece = host[token.masked_fill(~valid, 0).to(host.device).long()].to(cache.device)
     slot = slots[row, place].long()
     cache[row, slot] = torch.where(valid[..., None], piece, cache[row, slot])
-    if counters is not None:
-        counters.add_(valid.sum())

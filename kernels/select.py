@@ -6,8 +6,9 @@ to ``block_size`` tokens of one cluster, contiguous in the host store.
 
 On the GPU one program serves a row. A cluster has at least one token and takes at least one block, so no more than
 ``min(token_budget, max_blocks)`` clusters can be taken, and only that many best ones matter. So: find a threshold that
-leaves about as many candidates (by bisection, which stops as soon as they fit the sort), list them in cluster order,
-sort them (512 instead of 8192), cut where a budget breaks, and write the blocks out.
+leaves about as many candidates, list them, sort them (512 instead of 8192), cut where a budget breaks, and write the
+blocks out. The threshold is searched from a hint, the one that would have been best in the step before: where the
+scores have moved little, a single count is enough. Any hint gives the same selection.
 A row longer than ``ROW_TILE`` is first narrowed piece by piece, by a program each.
 """
 
@@ -19,13 +20,16 @@ import torch
 
 from tiered_kv.kernels.dispatch import check_contiguous, tl, triton, use_triton
 
-# Untuned. A row's scores stay in registers: 8192 of them are 16 a thread with 16 warps.
+# Untuned. A row's scores stay in registers: 8704 of them are 36 a thread with 8 warps. They are a power of two and a
+# rest that is rounded up to one by itself, to LEAST_COLUMNS at the least: 8704 take 9216 places, not 16384.
 ROW_TILE = 16384
-NUM_WARPS = 16
+PIECE_TILE = 4096
+LEAST_COLUMNS = 1024
+NUM_WARPS = 8
 
 
 class Selection(NamedTuple):
-    """What a row attends to besides sinks and window. Blocks are listed in cluster order, then padded.
+    """What a row attends to besides sinks and window. Blocks are listed best cluster first, then padded.
 
     Attributes:
         chosen: ``[rows, clusters]`` bool, the clusters taken.
@@ -53,68 +57,159 @@ def _value_of(key):
 
 
 @triton.jit
-def _narrow(key, exists, cluster, list_ptr, wanted, LIMIT: tl.constexpr):
-    """List in their order at least the ``wanted`` best of a row and at most ``LIMIT``: their numbers, then their keys.
-
-    Bisection by value at first, which suits scores, then by key, which ends after 32 rounds whatever they are.
-    """
-    low = tl.min(tl.where(exists, key, 0x7FFFFFFF), axis=0)
-    low_count = tl.sum(exists.to(tl.int32), axis=0)  # the keys from low on; always enough, or all
-    high = tl.max(tl.where(exists, key, -0x7FFFFFFF), axis=0) + 1
-    high_count = 0  # the keys from high on; always too few
-    rounds = 0
-    while (low_count > LIMIT) & (high > low + 1):
-        middle = (low & high) + ((low ^ high) >> 1)
-        by_value = _key_of(0.5 * _value_of(low) + 0.5 * _value_of(high))
-        middle = tl.where((rounds < 12) & (by_value > low) & (by_value < high), by_value, middle)
-        count = tl.sum((key >= middle).to(tl.int32), axis=0)
-        is_enough = count >= wanted
-        low, low_count = tl.where(is_enough, middle, low), tl.where(is_enough, count, low_count)
-        high, high_count = tl.where(is_enough, high, middle), tl.where(is_enough, high_count, count)
-        rounds += 1
-
-    taken = exists & (key >= low)
-    if low_count > LIMIT:  # so many share the lowest key: the first of them
-        is_tie = exists & (key == low)
-        rank = tl.cumsum(is_tie.to(tl.int32), axis=0)
-        taken = (exists & (key > low)) | (is_tie & (rank <= LIMIT - high_count))
-    place = tl.cumsum(taken.to(tl.int32), axis=0) - 1
-    tl.store(list_ptr + place, cluster, mask=taken)
-    tl.store(list_ptr + LIMIT + place, key, mask=taken)
-    return tl.minimum(low_count, LIMIT)
+def _count_from(key, rest, least, HAS_REST: tl.constexpr):
+    """How many keys of ``[columns, chunks]`` and of the rest ``[columns]`` are at least ``least``."""
+    count = tl.sum((key >= least).to(tl.int32), axis=1)
+    if HAS_REST:
+        count += (rest >= least).to(tl.int32)
+    return tl.sum(count, axis=0)
 
 
 @triton.jit
-def _narrow_scores(score_ptr, chosen_ptr, list_ptr, first, clusters, wanted, LIMIT: tl.constexpr, TILE: tl.constexpr):
+def _extremes(key, rest, HAS_REST: tl.constexpr):
+    """Smallest and largest key of those that exist."""
+    smallest = tl.min(tl.where(key > -0x80000000, key, 0x7FFFFFFF), axis=1)
+    largest = tl.max(key, axis=1)
+    if HAS_REST:
+        smallest = tl.minimum(smallest, tl.where(rest > -0x80000000, rest, 0x7FFFFFFF))
+        largest = tl.maximum(largest, rest)
+    return tl.min(smallest, axis=0), tl.max(largest, axis=0)
+
+
+@triton.jit
+def _threshold(key, rest, hint, wanted, LIMIT: tl.constexpr, HAS_REST: tl.constexpr):
+    """The lowest key to list, how many keys there are from it on, and how many above it if those are too many to list.
+
+    At least ``wanted`` (or all) and at most ``LIMIT`` when keys differ. The search interpolates at first, as if the
+    logarithm of the count fell with the value in a straight line, which suits the upper tail of scores; then it bisects
+    by key, which ends after 32 rounds whatever they are.
+    """
+    low = tl.maximum(hint, -0x7FFFFFFF)
+    low_count = _count_from(key, rest, low, HAS_REST)
+    above = 0
+    if (low_count < wanted) | (low_count > LIMIT):
+        middle, count = low, low_count
+        low, high = _extremes(key, rest, HAS_REST)
+        low_count = _count_from(key, rest, -0x7FFFFFFF, HAS_REST)  # the keys from low on; always enough, or all
+        high_count = 0  # the keys from high on; always too few
+        high += 1
+        target = tl.log((wanted + LIMIT) * 0.5)
+        rounds = 0
+        while (low_count > LIMIT) & (high > low + 1):
+            if (rounds > 0) | (middle <= low) | (middle >= high):
+                low_log, high_log = tl.log(low_count + 0.0), tl.log(tl.maximum(high_count, 0.5))
+                share = (low_log - target) / (low_log - high_log)
+                by_value = _key_of(_value_of(low) * (1.0 - share) + _value_of(high) * share)
+                middle = (low & high) + ((low ^ high) >> 1)
+                middle = tl.where((rounds < 12) & (by_value > low) & (by_value < high), by_value, middle)
+                count = _count_from(key, rest, middle, HAS_REST)
+            is_enough = count >= wanted
+            low, low_count = tl.where(is_enough, middle, low), tl.where(is_enough, count, low_count)
+            high, high_count = tl.where(is_enough, high, middle), tl.where(is_enough, high_count, count)
+            rounds += 1
+        above = high_count
+    return low, low_count, above
+
+
+@triton.jit
+def _narrow(key, rest, cluster, rest_cluster, hint, list_ptr, wanted, LIMIT: tl.constexpr, HAS_REST: tl.constexpr):
+    """List at least the ``wanted`` best of a row (or all of it) and at most ``LIMIT``, in any order; returns how many.
+
+    An entry is a number that sorts by descending key, then by ascending cluster.
+    """
+    low, count, above = _threshold(key, rest, hint, wanted, LIMIT, HAS_REST)
+    end = 0x7FFFFFFF
+    if count > LIMIT:  # so many share the lowest key: the first of them, up to the cluster that leaves LIMIT
+        start = 0
+        while end > start + 1:
+            middle = (start + end) // 2
+            ties = tl.sum(((key == low) & (cluster < middle)).to(tl.int32), axis=1)
+            if HAS_REST:
+                ties += ((rest == low) & (rest_cluster < middle)).to(tl.int32)
+            is_few = above + tl.sum(ties, axis=0) <= LIMIT
+            start, end = tl.where(is_few, middle, start), tl.where(is_few, end, middle)
+        end = start
+        count = LIMIT
+
+    # Columns are numbered across threads, what is in a column within a thread.
+    taken = (key > low) | ((key == low) & (cluster < end))
+    in_column = tl.sum(taken.to(tl.int32), axis=1)
+    if HAS_REST:
+        rest_taken = (rest > low) | ((rest == low) & (rest_cluster < end))
+        in_column += rest_taken.to(tl.int32)
+    column_end = tl.cumsum(in_column, axis=0)
+    place = (column_end - in_column)[:, None] + tl.cumsum(taken.to(tl.int32), axis=1) - 1
+    tl.store(list_ptr + place, _entry_of(key, cluster), mask=taken)
+    if HAS_REST:
+        tl.store(list_ptr + column_end - 1, _entry_of(rest, rest_cluster), mask=rest_taken)
+    return count
+
+
+@triton.jit
+def _entry_of(key, cluster):
+    return ((0x7FFFFFFF - key.to(tl.int64)) << 31) | cluster
+
+
+@triton.jit
+def _key_in(entry):
+    return (0x7FFFFFFF - (entry >> 31)).to(tl.int32)
+
+
+@triton.jit
+def _load_keys(score_ptr, cluster, clusters):
+    """The keys of some clusters, the least integer where none exists."""
+    # Held back from wider loads: scattered stores take one number a thread, and numbers would change threads for each.
+    score_at = tl.multiple_of(score_ptr + cluster, [4] * len(cluster.shape))
+    score = tl.load(score_at, mask=cluster < clusters, other=float("-inf"))
+    return tl.where(score > float("-inf"), _key_of(score), -0x80000000)
+
+
+@triton.jit
+def _narrow_scores(
+    score_ptr, chosen_ptr, list_ptr, first, clusters, hint, wanted,
+    LIMIT: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, HAS_REST: tl.constexpr,
+):  # fmt: skip
     """Narrow one piece of a row, and clear its part of ``chosen``."""
-    cluster = first + tl.arange(0, TILE)
-    in_row = cluster < clusters
-    score = tl.load(score_ptr + cluster, mask=in_row, other=float("-inf"))
-    tl.store(chosen_ptr + cluster, tl.zeros([TILE], tl.uint8), mask=in_row)
-    return _narrow(_key_of(score), score > float("-inf"), cluster, list_ptr, wanted, LIMIT)
+    column = tl.arange(0, COLUMNS)
+    cluster = first + column[:, None] + tl.arange(0, CHUNKS)[None, :] * COLUMNS
+    rest_cluster = first + CHUNKS * COLUMNS + column
+    key = _load_keys(score_ptr, cluster, clusters)
+    rest = _load_keys(score_ptr, rest_cluster, clusters) if HAS_REST else rest_cluster
+    places: tl.constexpr = (2 if HAS_REST else 1) * CHUNKS * COLUMNS
+    place = first + tl.arange(0, places)
+    tl.store(chosen_ptr + place, tl.zeros([places], tl.uint8), mask=place < clusters)
+    return _narrow(key, rest, cluster, rest_cluster, hint, list_ptr, wanted, LIMIT, HAS_REST)
 
 
 @triton.jit
 def narrow_kernel(
-    score_ptr, chosen_ptr, list_ptr, count_ptr, clusters, wanted, LIMIT: tl.constexpr, TILE: tl.constexpr
+    score_ptr, chosen_ptr, list_ptr, count_ptr, clusters, wanted,
+    LIMIT: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The first pass over a long row: a list for each piece of ``TILE`` clusters."""
+    """The first pass over a long row: a list for each piece of ``CHUNKS`` × ``COLUMNS`` clusters."""
     row = tl.program_id(1).to(tl.int64)
     piece = tl.program_id(0)
-    list_ptr += (row * (tl.num_programs(0) + 1) + piece) * (2 * LIMIT)
+    list_ptr += (row * (tl.num_programs(0) + 1) + piece) * LIMIT
     at = row * clusters
-    count = _narrow_scores(score_ptr + at, chosen_ptr + at, list_ptr, piece * TILE, clusters, wanted, LIMIT, TILE)
+    first = piece * CHUNKS * COLUMNS
+    count = _narrow_scores(
+        score_ptr + at, chosen_ptr + at, list_ptr, first, clusters, -0x7FFFFFFF, wanted, LIMIT, CHUNKS, COLUMNS, False
+    )
     tl.store(count_ptr + row * tl.num_programs(0) + piece, count)
 
 
 @triton.jit
 def select_row(
-    score_ptr, size_ptr, start_ptr, first_block_ptr, chosen_ptr, block_ptr, block_start_ptr, block_length_ptr,
+    score_ptr, size_ptr, start_ptr, first_block_ptr, hint_ptr, chosen_ptr, block_ptr, block_start_ptr, block_length_ptr,
     list_ptr, count_ptr, clusters, wanted, token_budget, max_blocks,
-    BLOCK_SIZE: tl.constexpr, MAX_BLOCKS_PADDED: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
-    PIECES: tl.constexpr, PIECES_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MAX_BLOCKS_PADDED: tl.constexpr, LIMIT: tl.constexpr, CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_REST: tl.constexpr, PIECES: tl.constexpr, PIECES_PADDED: tl.constexpr,
+    HAS_HINTS: tl.constexpr,
 ):  # fmt: skip
-    """Select for the row of this program; its lists come narrowed when there are several pieces."""
+    """Select for the row of this program; its lists come narrowed when there are several pieces.
+
+    Returns the number of clusters (int32), and of tokens and blocks (int64) selected.
+    """
     row = tl.program_id(0).to(tl.int64)
     score_ptr += row * clusters
     size_ptr += row * clusters
@@ -124,69 +219,70 @@ def select_row(
     block_ptr += row * max_blocks
     block_start_ptr += row * max_blocks
     block_length_ptr += row * max_blocks
+    hint = tl.load(hint_ptr + row) if HAS_HINTS else -0x7FFFFFFF
     if PIECES == 1:
-        list_ptr += row * (2 * LIMIT)
-        count = _narrow_scores(score_ptr, chosen_ptr, list_ptr, 0, clusters, wanted, LIMIT, TILE)
+        list_ptr += row * LIMIT
+        count = _narrow_scores(
+            score_ptr, chosen_ptr, list_ptr, 0, clusters, hint, wanted, LIMIT, CHUNKS, COLUMNS, HAS_REST
+        )
     else:
-        list_ptr += row * ((PIECES + 1) * 2 * LIMIT)
-        entry = tl.arange(0, PIECES_PADDED * LIMIT)
-        piece = entry // LIMIT
-        listed = tl.load(count_ptr + row * PIECES + piece, mask=piece < PIECES, other=0)
-        exists = entry % LIMIT < listed
-        at = list_ptr + piece * (2 * LIMIT) + entry % LIMIT
-        cluster = tl.load(at, mask=exists, other=0)
-        key = tl.load(at + LIMIT, mask=exists, other=-0x7FFFFFFF)
-        list_ptr += PIECES * 2 * LIMIT
-        count = _narrow(key, exists, cluster, list_ptr, wanted, LIMIT)
+        list_ptr += row * (PIECES + 1) * LIMIT
+        piece = tl.arange(0, PIECES_PADDED)[None, :]
+        place = tl.arange(0, LIMIT)[:, None]
+        exists = place < tl.load(count_ptr + row * PIECES + piece, mask=piece < PIECES, other=0)
+        entry = tl.load(list_ptr + piece * LIMIT + place, mask=exists, other=0)
+        key = tl.where(exists, _key_in(entry), -0x80000000)
+        cluster = (entry & 0x7FFFFFFF).to(tl.int32)
+        list_ptr += PIECES * LIMIT
+        count = _narrow(key, place, cluster, place, hint, list_ptr, wanted, LIMIT, False)
     tl.debug_barrier()  # the list goes from thread to thread through memory; so does the clearing of chosen
 
-    entry = tl.arange(0, LIMIT)
-    listed = entry < count
-    cluster = tl.load(list_ptr + entry, mask=listed, other=0)
-    key = tl.load(list_ptr + LIMIT + entry, mask=listed, other=0)
+    place = tl.arange(0, LIMIT)
+    listed = place < count
+    entry = tl.sort(tl.load(tl.multiple_of(list_ptr + place, 8), mask=listed, other=0x7FFFFFFFFFFFFFFF))
+    cluster = (entry & 0x7FFFFFFF).to(tl.int32)
     size = tl.load(size_ptr + cluster, mask=listed, other=0)
     start = tl.load(start_ptr + cluster, mask=listed, other=0)
     first_block = tl.load(first_block_ptr + cluster, mask=listed, other=0)
+    if HAS_HINTS:  # the key that would have left a list of middling length
+        is_hint = place == tl.minimum(count, (wanted + LIMIT) // 2) - 1
+        tl.store(hint_ptr + row + tl.zeros_like(place), _key_in(entry), mask=is_hint)
 
-    # The list is in cluster order, so its places break ties.
-    order = (0x7FFFFFFF - key.to(tl.int64)) * LIMIT + entry
-    order = tl.where(listed, order, 0x7FFFFFFFFFFFFFFF)
-    best_first = tl.sort(order)
-    sorted_size = tl.gather(size, (best_first & (LIMIT - 1)).to(tl.int32), 0)
-    fits = best_first < 0x7FFFFFFFFFFFFFFF
-    sorted_size = tl.where(fits, sorted_size, 0)
-    fits &= tl.cumsum(sorted_size, axis=0) <= token_budget
-    fits &= tl.cumsum((sorted_size + BLOCK_SIZE - 1) // BLOCK_SIZE, axis=0) <= max_blocks
-    last = tl.max(tl.where(fits, best_first, -1), axis=0)
-    chosen = order <= last
-    tl.store(chosen_ptr + cluster, tl.full([LIMIT], 1, tl.uint8), mask=chosen)
+    num_blocks = (size + BLOCK_SIZE - 1) // BLOCK_SIZE
+    sums = tl.cumsum((num_blocks.to(tl.int64) << 32) | size, axis=0)  # blocks and tokens in one
+    fits = listed & ((sums & 0xFFFFFFFF) <= token_budget) & ((sums >> 32) <= max_blocks)
+    tl.store(chosen_ptr + cluster, tl.full([LIMIT], 1, tl.uint8), mask=fits)
+    all_sums = tl.max(tl.where(fits, sums, 0), axis=0)
+    all_tokens, all_blocks = all_sums & 0xFFFFFFFF, all_sums >> 32
 
-    num_blocks = tl.where(chosen, (size + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
-    place = tl.cumsum(num_blocks, axis=0) - num_blocks
+    place = (sums >> 32).to(tl.int32) - num_blocks
+    num_blocks = tl.where(fits, num_blocks, 0)
     for block in range(0, tl.max(num_blocks, axis=0)):
         within = block < num_blocks
         tl.store(block_ptr + place + block, first_block + block, mask=within)
         tl.store(block_start_ptr + place + block, start + block * BLOCK_SIZE, mask=within)
         tl.store(block_length_ptr + place + block, tl.minimum(size - block * BLOCK_SIZE, BLOCK_SIZE), mask=within)
     padding = tl.arange(0, MAX_BLOCKS_PADDED)
-    is_padding = (padding >= tl.sum(num_blocks, axis=0)) & (padding < max_blocks)
+    is_padding = (padding >= all_blocks) & (padding < max_blocks)
     nothing = tl.zeros([MAX_BLOCKS_PADDED], tl.int32)
-    tl.store(block_ptr + padding, nothing - 1, mask=is_padding)
-    tl.store(block_start_ptr + padding, nothing, mask=is_padding)
-    tl.store(block_length_ptr + padding, nothing, mask=is_padding)
+    tl.store(tl.multiple_of(block_ptr + padding, 4), nothing - 1, mask=is_padding)
+    tl.store(tl.multiple_of(block_start_ptr + padding, 4), nothing, mask=is_padding)
+    tl.store(tl.multiple_of(block_length_ptr + padding, 4), nothing, mask=is_padding)
+    return tl.sum(fits.to(tl.int32), axis=0), all_tokens, all_blocks
 
 
 @triton.jit
 def select_kernel(
-    score_ptr, size_ptr, start_ptr, first_block_ptr, chosen_ptr, block_ptr, block_start_ptr, block_length_ptr,
+    score_ptr, size_ptr, start_ptr, first_block_ptr, hint_ptr, chosen_ptr, block_ptr, block_start_ptr, block_length_ptr,
     list_ptr, count_ptr, clusters, wanted, token_budget, max_blocks,
-    BLOCK_SIZE: tl.constexpr, MAX_BLOCKS_PADDED: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
-    PIECES: tl.constexpr, PIECES_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MAX_BLOCKS_PADDED: tl.constexpr, LIMIT: tl.constexpr, CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_REST: tl.constexpr, PIECES: tl.constexpr, PIECES_PADDED: tl.constexpr,
+    HAS_HINTS: tl.constexpr,
 ):  # fmt: skip
     select_row(
-        score_ptr, size_ptr, start_ptr, first_block_ptr, chosen_ptr, block_ptr, block_start_ptr, block_length_ptr,
-        list_ptr, count_ptr, clusters, wanted, token_budget, max_blocks,
-        BLOCK_SIZE, MAX_BLOCKS_PADDED, LIMIT, TILE, PIECES, PIECES_PADDED,
+        score_ptr, size_ptr, start_ptr, first_block_ptr, hint_ptr, chosen_ptr, block_ptr, block_start_ptr,
+        block_length_ptr, list_ptr, count_ptr, clusters, wanted, token_budget, max_blocks,
+        BLOCK_SIZE, MAX_BLOCKS_PADDED, LIMIT, CHUNKS, COLUMNS, HAS_REST, PIECES, PIECES_PADDED, HAS_HINTS,
     )  # fmt: skip
 
 
@@ -195,6 +291,7 @@ def select_clusters(
     sizes: torch.Tensor,
     starts: torch.Tensor,
     first_blocks: torch.Tensor,
+    hints: torch.Tensor | None = None,
     *,
     token_budget: int,
     max_blocks: int,
@@ -207,17 +304,16 @@ def select_clusters(
         sizes: ``[rows, clusters]`` int32 tokens a cluster.
         starts: ``[rows, clusters]`` int32 first token of the cluster in the host store.
         first_blocks: ``[rows, clusters]`` int32 number of the cluster's first block.
+        hints: ``[rows]`` int32 where to begin the search for a threshold, updated in place for the next step. Anything
+            at first; it changes time, never the selection.
         token_budget: Most tokens a row may take.
         max_blocks: Most blocks a row may take; the length of the lists.
         block_size: Tokens a block.
     """
+    budget = {"token_budget": token_budget, "max_blocks": max_blocks, "block_size": block_size}
     if not use_triton(scores):
-        return select_clusters_reference(
-            scores, sizes, starts, first_blocks, token_budget=token_budget, max_blocks=max_blocks, block_size=block_size
-        )
-    selection, arguments, constants = prepare_selection(
-        scores, sizes, starts, first_blocks, token_budget=token_budget, max_blocks=max_blocks, block_size=block_size
-    )
+        return select_clusters_reference(scores, sizes, starts, first_blocks, **budget)
+    selection, arguments, constants = prepare_selection(scores, sizes, starts, first_blocks, hints, **budget)
     select_kernel[(scores.shape[0],)](*arguments, **constants, num_warps=NUM_WARPS)
     return selection
 
@@ -227,43 +323,58 @@ def prepare_selection(
     sizes: torch.Tensor,
     starts: torch.Tensor,
     first_blocks: torch.Tensor,
+    hints: torch.Tensor | None,
     *,
     token_budget: int,
     max_blocks: int,
     block_size: int,
 ) -> tuple[Selection, list, dict[str, int]]:
     """Everything before the launch of :func:`select_row`: outputs, the first pass over long rows, and its arguments."""
-    check_contiguous(scores=scores, sizes=sizes, starts=starts, first_blocks=first_blocks)
+    check_contiguous(scores=scores, sizes=sizes, starts=starts, first_blocks=first_blocks, hints=hints)
     rows, clusters = scores.shape
     wanted = min(token_budget, max_blocks)
-    tile = min(ROW_TILE, max(16, triton.next_power_of_2(clusters)))
-    pieces = triton.cdiv(clusters, tile)
-    limit = max(16, triton.next_power_of_2(wanted + wanted // 4))
-    if pieces == 1:
-        limit = min(limit, tile)
+    limit = max(16, min(triton.next_power_of_2(wanted + wanted // 4), triton.next_power_of_2(clusters)))
+    chunks, columns, has_rest = _row_shape(clusters)
+    pieces = 1
+    if clusters > ROW_TILE:
+        tile = max(PIECE_TILE, 2 * limit, triton.next_power_of_2(triton.cdiv(clusters * limit, ROW_TILE)))
+        pieces = triton.cdiv(clusters, tile)
+        columns = min(LEAST_COLUMNS, tile)
+        chunks, has_rest = tile // columns, False
     chosen = torch.empty(rows, clusters, dtype=torch.bool, device=scores.device)
     blocks, block_starts, block_lengths = torch.empty(3, rows, max_blocks, dtype=torch.int32, device=scores.device)
-    lists = torch.empty(rows, pieces + (pieces > 1), 2, limit, dtype=torch.int32, device=scores.device)
+    lists = torch.empty(rows, pieces + (pieces > 1), limit, dtype=torch.int64, device=scores.device)
     counts = None
     if pieces > 1:
         counts = torch.empty(rows, pieces, dtype=torch.int32, device=scores.device)
         narrow_kernel[(pieces, rows)](
             scores, chosen.view(torch.uint8), lists, counts, clusters, wanted,
-            LIMIT=limit, TILE=tile, num_warps=NUM_WARPS,
+            LIMIT=limit, CHUNKS=chunks, COLUMNS=columns, num_warps=NUM_WARPS,
         )  # fmt: skip
     arguments = [
-        scores, sizes, starts, first_blocks, chosen.view(torch.uint8), blocks, block_starts, block_lengths,
+        scores, sizes, starts, first_blocks, hints, chosen.view(torch.uint8), blocks, block_starts, block_lengths,
         lists, counts, clusters, wanted, token_budget, max_blocks,
     ]  # fmt: skip
     constants = {
         "BLOCK_SIZE": block_size,
         "MAX_BLOCKS_PADDED": triton.next_power_of_2(max_blocks),
         "LIMIT": limit,
-        "TILE": tile,
+        "CHUNKS": chunks,
+        "COLUMNS": columns,
+        "HAS_REST": has_rest,
         "PIECES": pieces,
         "PIECES_PADDED": triton.next_power_of_2(pieces),
+        "HAS_HINTS": hints is not None,
     }
     return Selection(chosen, blocks, block_starts, block_lengths), arguments, constants
+
+
+def _row_shape(clusters: int) -> tuple[int, int, bool]:
+    """A row as chunks × columns, and whether as many columns again take the rest."""
+    main = 1 << (max(16, clusters).bit_length() - 1)
+    rest = clusters - main
+    columns = min(main, max(LEAST_COLUMNS, triton.next_power_of_2(rest) if rest > 0 else 0))
+    return main // columns, columns, rest > 0
 
 
 def select_clusters_reference(
@@ -277,10 +388,11 @@ def select_clusters_reference(
     fits &= scores.gather(1, order) > float("-inf")
     chosen = torch.zeros_like(fits).scatter_(1, order, fits)
 
-    ends = (cluster_blocks * chosen).cumsum(1)
+    ends = (cluster_blocks.gather(1, order) * fits).cumsum(1)
     place = torch.arange(max_blocks, device=scores.device).expand(scores.shape[0], -1).contiguous()
-    cluster = torch.searchsorted(ends, place, right=True).clamp(max=scores.shape[1] - 1)
-    within = place - (ends - cluster_blocks * chosen).gather(1, cluster)
+    rank = torch.searchsorted(ends, place, right=True).clamp(max=scores.shape[1] - 1)
+    cluster = order.gather(1, rank)
+    within = place - ends.gather(1, rank) + cluster_blocks.gather(1, cluster)
     is_padding = place >= ends[:, -1:]
     offset = within * block_size
     length = (sizes.gather(1, cluster) - offset).clamp(max=block_size).masked_fill(is_padding, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tiered_kv.kernels.lookup import SlotTables, assign_slots
+from tiered_kv.kernels.lookup import SlotTables, select_and_assign
 from tiered_kv.kernels.recall import recall_blocks
 from tiered_kv.kernels.select import Selection
 from tiered_kv.offload.host_store import HostStore
@@ -42,14 +42,34 @@ class ClusterCache:
             uses=torch.zeros(rows, num_slots, dtype=torch.int32, device=device),
             step=torch.zeros(rows, dtype=torch.int32, device=device),
         )
+        self.hints = torch.zeros(rows, dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.slots, *self.tables))
+        return sum(t.numel() * t.element_size() for t in (self.slots, *self.tables, self.hints))
 
-    def look_up(self, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of the selected blocks and which of them are missing; the missing ones get slots of their own."""
-        return assign_slots(self.tables, selection.blocks, policy=self.policy)
+    def select(
+        self,
+        scores: torch.Tensor,
+        sizes: torch.Tensor,
+        starts: torch.Tensor,
+        first_blocks: torch.Tensor,
+        counters: torch.Tensor | None = None,
+        *,
+        token_budget: int,
+        max_blocks: int,
+    ) -> tuple[Selection, torch.Tensor, torch.Tensor]:
+        """Select clusters within the budget and look their blocks up; the missing ones get slots of their own.
+
+        Arguments are those of :func:`~tiered_kv.kernels.lookup.select_and_assign`.
+
+        Returns:
+            The selection, the slots of its blocks, and which of them are missing.
+        """
+        return select_and_assign(
+            scores, sizes, starts, first_blocks, self.tables, self.hints, counters,
+            token_budget=token_budget, max_blocks=max_blocks, block_size=self.slots.shape[2], policy=self.policy,
+        )  # fmt: skip
 
     def recall(self, host: HostStore, selection: Selection, slots: torch.Tensor, missed: torch.Tensor) -> None:
         """Bring the missing blocks from the host into their slots."""
@@ -69,8 +89,15 @@ class ClusterCache:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row i becomes what row ``rows[i]`` was."""
-        self.slots = self.slots[rows]
-        self.tables = SlotTables(*(table[rows] for table in self.tables))
+        self.slots = take_rows(self.slots, rows)
+        self.tables = SlotTables(*(take_rows(table, rows) for table in self.tables))
+        self.hints = take_rows(self.hints, rows)
+
+
+def take_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``table[rows]``, in place where the number of rows stays: a captured step goes on reading the same address."""
+    taken = table[rows]
+    return table.copy_(taken) if taken.shape == table.shape else taken
 
 
 def _empty_table(rows: int, columns: int, device: torch.device) -> torch.Tensor:

@@ -39,28 +39,29 @@ def cache() -> ClusterCache:
     return cache
 
 
-def selection(rows: list[list[int]]) -> Selection:
-    """The given blocks of each row, padded to the same length."""
-    longest = min(max(map(len, rows)) + 1, SLOTS)
-    blocks = torch.tensor([row + [-1] * (longest - len(row)) for row in rows], dtype=torch.int32, device=DEVICE)
+def select(cache: ClusterCache, rows: list[list[int]]) -> tuple[Selection, torch.Tensor, torch.Tensor]:
+    """Select the given blocks of each row, in their order: a cluster has one block, the first one the best score."""
+    scores = torch.full((len(rows), BLOCKS), float("-inf"))
+    for row, blocks in zip(scores, rows, strict=True):
+        row[blocks] = -torch.arange(len(blocks), dtype=torch.float32)
+    first_blocks = torch.arange(BLOCKS, dtype=torch.int32, device=DEVICE).repeat(len(rows), 1)
     row = torch.arange(len(rows), device=DEVICE, dtype=torch.int32)[:, None]
-    starts = (row * BLOCKS + blocks) * BLOCK
-    lengths = BLOCK - blocks % 2
-    is_padding = blocks < 0
-    return Selection(
-        chosen=torch.empty(0),
-        blocks=blocks,
-        starts=starts.masked_fill(is_padding, 0).int(),
-        lengths=lengths.masked_fill(is_padding, 0).int(),
+    return cache.select(
+        scores.to(DEVICE),
+        BLOCK - first_blocks % 2,
+        (row * BLOCKS + first_blocks) * BLOCK,
+        first_blocks,
+        token_budget=SLOTS * BLOCK,
+        max_blocks=SLOTS,
     )
 
 
 def look_up(cache: ClusterCache, host: HostStore, rows: list[list[int]]) -> list[list[int]]:
     """Look up and recall, check that every selected block is in its slot, and return the blocks missed in each row."""
-    chosen = selection(rows)
-    slots, missed = cache.look_up(chosen)
+    chosen, slots, missed = select(cache, rows)
     cache.recall(host, chosen, slots, missed)
     for r, blocks in enumerate(rows):
+        assert chosen.blocks[r, : len(blocks)].tolist() == blocks
         for i, _ in enumerate(blocks):
             start, length = int(chosen.starts[r, i]), int(chosen.lengths[r, i])
             held = cache.slots[r, int(slots[r, i]), :length].cpu()
@@ -121,17 +122,15 @@ def test_selected_rows_bring_their_slots_along(cache, host):
     cache.select_rows(torch.tensor([2, 0, 0], device=DEVICE))
     torch.testing.assert_close(cache.slots, before[[2, 0, 0]], rtol=0, atol=0, equal_nan=True)
     assert_tables_agree(cache)
-    chosen = selection([[4], [1, 2], [1, 2]])
-    _, missed = cache.look_up(chosen)
+    _, _, missed = select(cache, [[4], [1, 2], [1, 2]])
     assert not missed.any()
 
 
 def test_copies_of_a_row_go_their_own_ways(cache, host):
     look_up(cache, host, [[1], [], []])
     cache.select_rows(torch.tensor([0, 0, 0], device=DEVICE))
-    chosen = selection([[1, 5], [1], [6]])
-    cache.look_up(chosen)
-    _, missed = cache.look_up(selection([[5, 6], [5, 6], [5, 6]]))
+    select(cache, [[1, 5], [1], [6]])
+    _, _, missed = select(cache, [[5, 6], [5, 6], [5, 6]])
     assert missed[:, :2].tolist() == [[False, True], [True, True], [True, False]]
 
 

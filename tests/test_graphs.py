@@ -119,3 +119,29 @@ def test_the_cpu_runs_eagerly_and_says_nothing():
         warnings.simplefilter("error")
         generate(model, prompt().cpu(), 5)
         assert model.kv_cache_stats()["graph_replays"] == 0
+
+
+@needs_cuda
+def test_beams_are_reordered_in_place():
+    model, ids = make_model("llama"), prompt()
+    outputs, stats = [], {}
+    for use_graph in (False, True):
+        with kv_cache_dispatched(model, TieredKVConfig(**OPTIONS, cuda_graph=use_graph)):
+            outputs.append(model.generate(ids, max_new_tokens=40, num_beams=3, do_sample=False))
+            stats = model.kv_cache_stats()
+    assert torch.equal(*outputs)
+    assert stats["graph_replays"] > 30
+    assert stats["graph_captures"] <= 4
+
+
+@needs_cuda
+def test_a_cache_cropped_between_steps_is_captured_again_where_it_must_be():
+    model, ids = make_model("llama"), prompt()
+    outputs = []
+    for use_graph in (False, True):
+        with torch.no_grad(), kv_cache_dispatched(model, TieredKVConfig(**OPTIONS, cuda_graph=use_graph)):
+            cache = TieredCache(model.config, TieredKVConfig(**OPTIONS))
+            generate(model, ids, 20, past_key_values=cache)
+            cache.crop(-60)  # into the prompt's segments
+            outputs.append(generate(model, torch.cat([ids[:, :240], ids[:, :90]], 1), 20, past_key_values=cache)[0])
+    assert torch.equal(*outputs)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tiered_kv.kernels.dispatch import force_backend
+from tiered_kv.kernels.count import COUNTERS, count_step, new_counters
 from tiered_kv.kernels.lookup import SlotTables, assign_slots, assign_slots_reference, select_and_assign
-from tiered_kv.kernels.select import select_clusters_reference
+from tiered_kv.kernels.select import Selection, select_clusters_reference
 from tiered_kv.policies.replacement import AGING_PERIOD, FREQUENCY_BONUS, MAX_USES, POLICY_IDS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -167,7 +168,8 @@ def test_an_unknown_policy_is_refused():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_select_and_assign_is_both(policy):
+@pytest.mark.parametrize("has_extras", [False, True], ids=["plain", "hints and counters"])
+def test_select_and_assign_is_both(policy, has_extras):
     pytest.importorskip("triton")
     tables = make_tables(2, 700, 50)
     sizes = torch.randint(1, 40, (2, 130), dtype=torch.int32, device=DEVICE)
@@ -175,14 +177,40 @@ def test_select_and_assign_is_both(policy):
     first_blocks, starts = (x.cumsum(1, dtype=torch.int32) - x for x in (blocks, sizes))
     budget = {"token_budget": 200, "max_blocks": 33, "block_size": 8}
     scores = torch.randn(2, 130, device=DEVICE)
+    hints = torch.zeros(2, dtype=torch.int32, device=DEVICE) if has_extras else None
+    counters, expected_counters = (new_counters(DEVICE) if has_extras else None for _ in "ab")
     for _ in range(20 if DEVICE == "cuda" else 3):
         scores += torch.randn(2, 130, device=DEVICE) * 0.3
         expected_tables = clone(tables)
         with force_backend("triton"):
             selection, *assigned = select_and_assign(
-                scores, sizes, starts, first_blocks, tables, **budget, policy=policy
+                scores, sizes, starts, first_blocks, tables, hints, counters, **budget, policy=policy
             )
-        expected = select_clusters_reference(scores, sizes, starts, first_blocks, **budget)
+        with force_backend("torch"):
+            expected, *expected_assigned = select_and_assign(
+                scores, sizes, starts, first_blocks, expected_tables, hints, expected_counters, **budget, policy=policy
+            )
+        assert_equal(expected, select_clusters_reference(scores, sizes, starts, first_blocks, **budget))
         assert_equal(selection, expected)
-        assert_equal(assigned, assign_slots_reference(expected_tables, expected.blocks, policy=policy))
+        assert_equal(assigned, expected_assigned)
         assert_equal(tables, expected_tables)
+        if has_extras:
+            assert counters.tolist() == expected_counters.tolist()
+
+
+def test_counters():
+    """Two rows: one selects clusters 2 and 0 (three blocks, 11 tokens) and misses the last of them; one has nothing."""
+    chosen = torch.tensor([[True, False, True], [False] * 3], device=DEVICE)
+    lengths = torch.tensor([[4, 4, 3, 0], [0] * 4], dtype=torch.int32, device=DEVICE)
+    missed = torch.tensor([[False, False, True, False], [False] * 4], device=DEVICE)
+    counters = new_counters(DEVICE)
+    for steps in (1, 2):
+        count_step(counters, Selection(chosen, lengths, lengths, lengths), missed)
+        assert dict(zip(COUNTERS, counters.tolist(), strict=True)) == {
+            "lookups": 2 * steps,
+            "selected_clusters": 2 * steps,
+            "selected_tokens": 11 * steps,
+            "selected_blocks": 3 * steps,
+            "missed_blocks": steps,
+            "recalled_tokens": 3 * steps,
+        }

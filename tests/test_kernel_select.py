@@ -31,9 +31,9 @@ def make_row_tables(scores, block_size=8, largest=40, missing=0.1):
     return scores, sizes, starts + 1000, first_blocks
 
 
-def check(tables, **budget):
+def check(tables, hints=None, **budget):
     with force_backend("triton"):
-        selection = select_clusters(*tables, **budget)
+        selection = select_clusters(*tables, hints, **budget)
     expected = select_clusters_reference(*tables, **budget)
     for name, got, want in zip(selection._fields, selection, expected, strict=True):
         assert got.dtype == want.dtype, name
@@ -105,7 +105,52 @@ def test_rows_without_clusters():
 @pytest.mark.parametrize("kind", ["random", "ties", "sparse"])
 def test_long_rows_are_narrowed_in_pieces(monkeypatch, kind):
     monkeypatch.setattr(kernel, "ROW_TILE", 64)
+    monkeypatch.setattr(kernel, "PIECE_TILE", 32)
     scores = torch.zeros(2, 300) if kind == "ties" else torch.randn(2, 300)
     check(
         make_row_tables(scores, missing=0.9 if kind == "sparse" else 0.1), token_budget=100, max_blocks=20, block_size=8
     )
+
+
+@pytest.mark.parametrize("clusters", [17, 64, 65, 72, 80, 96, 97, 127])
+def test_rows_between_powers_of_two(monkeypatch, clusters):
+    monkeypatch.setattr(kernel, "LEAST_COLUMNS", 8)
+    monkeypatch.setattr(kernel, "ROW_TILE", 128)
+    for scores in (torch.randn(2, clusters), torch.randn(2, clusters).round(), torch.zeros(2, clusters)):
+        check(make_row_tables(scores), token_budget=100, max_blocks=11, block_size=8)
+
+
+def test_a_row_takes_less_than_a_quarter_more_places_than_clusters():
+    for clusters in (8192, 8200, 8704, 9728, 10240, 16000):
+        chunks, columns, has_rest = kernel._row_shape(clusters)
+        assert clusters <= (chunks + has_rest) * columns < 1.25 * clusters
+        assert has_rest == (clusters > 8192)
+
+
+@pytest.mark.parametrize("row_tile", [16384, 64], ids=["one piece", "several pieces"])
+def test_any_hint_gives_the_same_selection(monkeypatch, row_tile):
+    monkeypatch.setattr(kernel, "ROW_TILE", row_tile)
+    monkeypatch.setattr(kernel, "PIECE_TILE", 64)
+    tables = make_row_tables(torch.randn(1, 150).repeat(9, 1))
+    best = float(tables[0].max())
+    floats = torch.tensor([0.0, -0.0, best, -best, float("nan"), float("inf"), -float("inf"), 1e-40, -1e30])
+    for hints in (floats.to(DEVICE).view(torch.int32), torch.randint(-(1 << 31), 1 << 31, (9,)).int().to(DEVICE)):
+        check(tables, hints, token_budget=100, max_blocks=11, block_size=8)
+
+
+def test_the_next_step_begins_where_the_last_one_would_have_liked_to():
+    tables = make_row_tables(torch.randn(3, 300))
+    hints = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    check(tables, hints, **BUDGET)
+    scores = _sorted_keys(tables[0])
+    wanted, limit = 40, 64
+    assert torch.equal(hints, scores[:, (wanted + limit) // 2 - 1])
+    for _ in range(3):
+        tables[0].add_(torch.randn_like(tables[0]) * 0.1)
+        check(tables, hints, **BUDGET)
+
+
+def _sorted_keys(scores):
+    """The integers that the kernel orders scores by, best first."""
+    bits = scores.view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).sort(1, descending=True).values

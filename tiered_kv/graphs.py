@@ -124,7 +124,7 @@ class _CapturedStep:
         if _changes(cache) != self._changes:
             self._changes = _changes(cache)
             return _addresses(cache) == self._addresses
-        return _addresses(cache, first_only=True) == [lane[:1] for lane in self._addresses]
+        return True
 
     def replay(self, cache: TieredCache, inputs: dict[str, Any]) -> Any:
         """Run the step, which is counted already; the output's tensors are the caller's to keep."""
@@ -151,10 +151,10 @@ def _position_ids(inputs: dict[str, Any], length: int) -> torch.Tensor:
     return torch.full_like(inputs["input_ids"], length) if given is None else given
 
 
-def _changes(cache: TieredCache) -> list[int]:
-    return [lane.changes for lane in cache.group.lanes]
+def _changes(cache: TieredCache) -> list[tuple[int, ...]]:
+    """Differs from what it was when any address may have changed: room was made, rows or tokens were taken away."""
+    return [(lane.changes, *(member.rebuilt for member in lane.members)) for lane in cache.group.lanes]
 
 
-def _addresses(cache: TieredCache, first_only: bool = False) -> list[list[tuple[int, ...]]]:
-    members = slice(1) if first_only else slice(None)
-    return [[member.addresses() for member in lane.members[members]] for lane in cache.group.lanes]
+def _addresses(cache: TieredCache) -> list[list[tuple[int, ...]]]:
+    return [[member.addresses() for member in lane.members] for lane in cache.group.lanes]

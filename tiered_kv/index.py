@@ -9,6 +9,7 @@ import torch
 from tiered_kv.clustering import ClusteredSegment
 from tiered_kv.config import TieredKVConfig
 from tiered_kv.kernels.quantise import quantise_int8
+from tiered_kv.offload.cluster_cache import take_rows
 
 GRANULE = 512
 """Clusters that capacity grows by: room for about 20 decode segments between reallocations."""
@@ -103,7 +104,7 @@ class ClusterIndex:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row i becomes what row ``rows[i]`` was."""
         if self.tables is not None:
-            self.tables = _tables({name: table[rows] for name, table in self.tables.items()})
+            self.tables = _tables({name: take_rows(table, rows) for name, table in self.tables.items()})
 
     def _describe(self, segment: ClusteredSegment, first_token: int) -> IndexTables:
         rows, tokens = segment.order.shape

@@ -20,7 +20,7 @@ from tiered_kv.config import TieredKVConfig
 from tiered_kv.errors import TieredKVError
 from tiered_kv.index import ClusterIndex
 from tiered_kv.kernels.attend import Attended, Estimated, attend
-from tiered_kv.kernels.count import AHEAD_COUNTERS, count_ahead, count_step, new_counters
+from tiered_kv.kernels.count import AHEAD_COUNTERS, count_ahead, new_counters
 from tiered_kv.kernels.score import score_clusters
 from tiered_kv.kernels.select import Selection, select_clusters
 from tiered_kv.offload.cluster_cache import ClusterCache
@@ -96,6 +96,7 @@ class TieredLayer:
         self._is_untrimmed = False
         self._scoring: tuple[float, float | None] | None = None
         self._guess: Chosen | None = None
+        self.rebuilt = 0
         self.keeps_query = False
         self.query: torch.Tensor | None = None
 
@@ -379,8 +380,7 @@ class TieredLayer:
         guess, self._guess = self._guess, None
         if guess is not None:
             self.engine.wait_for(guess.event)
-        chosen = self._choose(q, self.config.token_budget)
-        count_step(self.counters, chosen.selection.chosen, chosen.selection.lengths, chosen.missed)
+        chosen = self._choose(q, self.config.token_budget, self.counters)
         cluster_cache, t = self.cluster_cache, self.index.tables
         assert cluster_cache is not None
         assert t is not None
@@ -391,8 +391,8 @@ class TieredLayer:
             return attended, None
         return attended, Estimated(chosen.logits, t.sizes, chosen.selection.chosen, t.mean_values, t.value_scales)
 
-    def _choose(self, q: torch.Tensor, token_budget: int) -> Chosen:
-        """Score the centroids, select clusters within the budget, look them up, recall the missing ones."""
+    def _choose(self, q: torch.Tensor, token_budget: int, counters: torch.Tensor | None = None) -> Chosen:
+        """Score the centroids, select clusters within the budget and look them up, recall the missing ones."""
         c, t = self.config, self.index.tables
         assert t is not None
         assert self.store is not None
@@ -403,11 +403,10 @@ class TieredLayer:
             q, t.centroids, t.centroid_scales, t.variances, t.variance_scales, t.sizes,
             scale=scale, softcap=softcap, spread=c.spread, spread_limit=c.spread_limit,
         )  # fmt: skip
-        selection = select_clusters(
-            scores, t.sizes, t.starts, t.first_blocks,
-            token_budget=token_budget, max_blocks=c.max_selected_blocks, block_size=c.block_size,
+        selection, slots, missed = self.cluster_cache.select(
+            scores, t.sizes, t.starts, t.first_blocks, counters,
+            token_budget=token_budget, max_blocks=c.max_selected_blocks,
         )  # fmt: skip
-        slots, missed = self.cluster_cache.look_up(selection)
         self.cluster_cache.recall(self.store, selection, slots, missed)
         return Chosen(logits, selection, slots, missed, self.engine.mark())
 
@@ -425,7 +424,7 @@ class TieredLayer:
         tensors = [self.window.buffer, self.window.num_sinks, self.window.start, self.counters, self.ahead_counters]
         if self.index.tables is not None and self.cluster_cache is not None and self.store is not None:
             tensors += [table for _, table in self.index.tables.items()]
-            tensors += [self.cluster_cache.slots, *self.cluster_cache.tables, self.store.tokens]
+            tensors += [self.cluster_cache.slots, *self.cluster_cache.tables, self.cluster_cache.hints, self.store.tokens]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     @lasting
@@ -440,6 +439,7 @@ class TieredLayer:
             padding = [min(p, self.length) for p in self.left_padding]
             self.set_left_padding(padding if any(padding) else None)
         self._place_window()
+        self.rebuilt += 1
 
     def _unstore_last_segment(self) -> None:
         """Bring the newest segment back into the window, in the order of its positions."""
@@ -471,6 +471,7 @@ class TieredLayer:
             self.left_padding = [self.left_padding[s] for s in sequences]
         self._row_padding = self._row_padding[index]
         self.batch = len(sequences)
+        self.rebuilt += 1
 
     def close(self) -> None:
         """Give host memory back, unless a copy of the cache still reads it; the layer must not be used any more."""

@@ -27,6 +27,9 @@ class Member(Protocol):
 
     def recount(self, counted: tuple[int, int]) -> None: ...
 
+    @property
+    def rebuilt(self) -> int: ...
+
     def addresses(self) -> tuple[int, ...]: ...
 
 

@@ -124,4 +124,5 @@ def _decoding_layer(kwargs: dict[str, Any], args: tuple, index: int) -> Any:
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, TieredCache) or not args or args[0].shape[1] != 1:
         return None
-    return cache.layers[index].tiered
+    layer = cache.layers[index]
+    return layer.tiered if isinstance(layer, TieredCacheLayer) else None

@@ -52,35 +52,45 @@ def attend_chunk(
     Returns:
         ``[batch, query_heads, queries, value_dim]`` in the query's dtype.
     """
-    chunk = torch.cat([key, value], dim=-1)
-    if padding is None:
-        parts = _attend_pieces(query, chunk, ((p.tokens, p.spans[0]) for p in earlier), scale, softcap)
-        return _discount(*parts, attention_sinks).to(query.dtype)
-    pieces = list(earlier)
+    groups = _groups(query, padding)
+    options = {"scale": scale, "softcap": softcap}
+    parts = [attend_piece(_of(query, g), _of(key, g), _of(value, g), causal=True, **options) for g in groups]
+    for piece in earlier:
+        for i, group in enumerate(groups):
+            key, value = _span(piece, group, query.shape[-1])
+            if key.shape[2]:
+                other = attend_piece(_of(query, group), key, value, causal=False, **options)
+                parts[i] = merge_pieces(*parts[i], *other)
     out = query.new_zeros(*query.shape[:3], value.shape[-1])
-    for b, pad in enumerate(padding):
-        if pad < query.shape[2]:
-            mine = ((p.tokens[b : b + 1], p.spans[b]) for p in pieces)
-            part = _attend_pieces(query[b : b + 1, :, pad:], chunk[b : b + 1, :, pad:], mine, scale, softcap)
-            out[b : b + 1, :, pad:] = _discount(*part, attention_sinks)
+    for group, (part, lse) in zip(groups, parts, strict=True):
+        _of(out, group).copy_(_discount(part, lse, attention_sinks))
     return out
 
 
-def _attend_pieces(
-    query: torch.Tensor,
-    chunk: torch.Tensor,
-    earlier: Iterable[tuple[torch.Tensor, tuple[int, int]]],
-    scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the chunk itself, causally, and to the given spans of earlier pieces, merged."""
-    dim = query.shape[-1]
-    part = attend_piece(query, chunk[..., :dim], chunk[..., dim:], causal=True, scale=scale, softcap=softcap)
-    for tokens, (first, last) in earlier:
-        if first < last:
-            key, value = tokens[:, :, first:last, :dim], tokens[:, :, first:last, dim:]
-            part = merge_pieces(*part, *attend_piece(query, key, value, causal=False, scale=scale, softcap=softcap))
-    return part
+@dataclass(frozen=True)
+class _Group:
+    """Sequences attended together: all of them, or a padded one by itself."""
+
+    sequences: slice
+    padding: int
+
+
+def _groups(query: torch.Tensor, padding: list[int] | None) -> list[_Group]:
+    if padding is None:
+        return [_Group(slice(None), 0)]
+    return [_Group(slice(b, b + 1), pad) for b, pad in enumerate(padding) if pad < query.shape[2]]
+
+
+def _of(x: torch.Tensor, group: _Group) -> torch.Tensor:
+    """A group's part of ``[batch, heads, tokens, dim]``, without the padding."""
+    return x[group.sequences, :, group.padding :]
+
+
+def _span(piece: Piece, group: _Group, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a group's tokens in a piece."""
+    first, last = piece.spans[group.sequences.start or 0]
+    tokens = piece.tokens[group.sequences, :, first : max(first, last)]
+    return tokens[..., :head_dim], tokens[..., head_dim:]
 
 
 def _discount(out: torch.Tensor, lse: torch.Tensor, attention_sinks: torch.Tensor | None) -> torch.Tensor:

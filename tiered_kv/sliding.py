@@ -6,6 +6,7 @@ transformers' own sliding layers grow by concatenation. Here a buffer has some r
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from tiered_kv.window import WindowClock, lasting
 
 ROOM = 256
 """Tokens a buffer takes between two shifts."""
+
+
+_births = itertools.count(1)
 
 
 class SlidingBuffer:
@@ -43,6 +47,7 @@ class SlidingBuffer:
     ) -> None:
         self.batch, self.kv_heads, self.length, self.head_dim = key.shape
         self.sliding_window, self.seen, self.clock = sliding_window, seen, clock
+        self.rebuilt = next(_births)
         rows, width = self.batch * self.kv_heads, self.head_dim + value.shape[3]
         self.tokens = key.new_zeros(rows, sliding_window + ROOM, width)
         self.tokens[:, : self.length] = torch.cat([key, value], dim=3).flatten(0, 1)

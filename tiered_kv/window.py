@@ -6,6 +6,7 @@ import torch
 
 from tiered_kv.kernels.append import append_token
 from tiered_kv.kernels.attend import Recent
+from tiered_kv.offload.cluster_cache import take_rows
 
 GROWTH = 512
 """Tokens the window's buffer grows by while everything is still attended exactly."""
@@ -110,4 +111,5 @@ class Window:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row i becomes what row ``rows[i]`` was."""
-        self.buffer, self.num_sinks, self.start = self.buffer[rows], self.num_sinks[rows], self.start[rows]
+        self.buffer = take_rows(self.buffer, rows)
+        self.num_sinks, self.start = take_rows(self.num_sinks, rows), take_rows(self.start, rows)
