@@ -10,7 +10,8 @@ FLOATS = ("scale", "softcap", "second_order", "spread_limit")
 POINTERS = {
     "score": "*fp32", "logit": "*fp32", "lse": "*fp32", "out": "*fp32", "piece": "*fp32", "sink": "*fp32",
     "centroid_scale": "*fp32", "variance_scale": "*fp32", "mean_scale": "*fp32",
-    "centroid": "*i8", "variance": "*i8", "mean": "*i8", "chosen": "*u8", "missed": "*u8", "counter": "*i64", "list": "*i64",
+    "centroid": "*i8", "variance": "*i8", "mean": "*i8", "chosen": "*u8", "missed": "*u8", "counter": "*i64",
+    "list": "*i64",
 }  # fmt: skip
 SHAPE = {
     "GROUP": 4, "GROUP_PADDED": 16, "HEAD_DIM": 128, "DIM_PADDED": 128, "KEY_DIM": 128, "KEY_PADDED": 128,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tiered_kv.kernels.dispatch import force_backend
 from tiered_kv.kernels.count import COUNTERS, count_step, new_counters
+from tiered_kv.kernels.dispatch import force_backend
 from tiered_kv.kernels.lookup import SlotTables, assign_slots, assign_slots_reference, select_and_assign
 from tiered_kv.kernels.select import Selection, select_clusters_reference
 from tiered_kv.policies.replacement import AGING_PERIOD, FREQUENCY_BONUS, MAX_USES, POLICY_IDS

@@ -22,7 +22,7 @@ from tiered_kv.index import ClusterIndex
 from tiered_kv.kernels.attend import Attended, Estimated, attend
 from tiered_kv.kernels.count import AHEAD_COUNTERS, count_ahead, new_counters
 from tiered_kv.kernels.score import score_clusters
-from tiered_kv.kernels.select import Selection, select_clusters
+from tiered_kv.kernels.select import Selection
 from tiered_kv.offload.cluster_cache import ClusterCache
 from tiered_kv.offload.host_store import HostStore
 from tiered_kv.offload.streams import engine_for
@@ -424,7 +424,8 @@ class TieredLayer:
         tensors = [self.window.buffer, self.window.num_sinks, self.window.start, self.counters, self.ahead_counters]
         if self.index.tables is not None and self.cluster_cache is not None and self.store is not None:
             tensors += [table for _, table in self.index.tables.items()]
-            tensors += [self.cluster_cache.slots, *self.cluster_cache.tables, self.cluster_cache.hints, self.store.tokens]
+            tensors += [self.cluster_cache.slots, *self.cluster_cache.tables, self.cluster_cache.hints]
+            tensors.append(self.store.tokens)
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     @lasting
