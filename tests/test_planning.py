@@ -15,7 +15,12 @@ LLAMA_8B = LlamaConfig(
     hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336
 )
 SMALL = TieredKVConfig(
-    token_budget=64, decode_segment=32, prefill_segment=128, prefill_chunk=128, tokens_per_cluster=8, max_cluster_tokens=32
+    token_budget=64,
+    decode_segment=32,
+    prefill_segment=128,
+    prefill_chunk=128,
+    tokens_per_cluster=8,
+    max_cluster_tokens=32,
 )
 
 
@@ -70,7 +75,9 @@ def test_options_shrink_before_they_are_refused():
         infer_auto_kv_config(LLAMA_8B, max_context_length=131072, max_memory={0: "2GiB", "cpu": "8GiB"})
 
 
-@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 << 30), ("500 MB", 500_000_000), (7, 7), ("1.5k", 1500), ("12", 12)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 << 30), ("500 MB", 500_000_000), (7, 7), ("1.5k", 1500), ("12", 12)]
+)
 def test_sizes_are_read_as_accelerate_reads_them(text, size):
     assert parse_bytes(text) == size
 

@@ -64,14 +64,12 @@ class Chosen(NamedTuple):
         selection: The clusters taken, and their blocks.
         slots: ``[rows, max_blocks]`` int32 slots of the blocks in the GPU cluster cache.
         missed: ``[rows, max_blocks]`` bool blocks that had to be recalled.
-        event: When all of it is done, on a CUDA device.
     """
 
     logits: torch.Tensor
     selection: Selection
     slots: torch.Tensor
     missed: torch.Tensor
-    event: torch.cuda.Event | None
 
 
 class TieredLayer:
@@ -96,6 +94,7 @@ class TieredLayer:
         self._is_untrimmed = False
         self._scoring: tuple[float, float | None] | None = None
         self._guess: Chosen | None = None
+        self._fetched: torch.cuda.Event | None = None
         self.rebuilt = 0
         self.keeps_query = False
         self.query: torch.Tensor | None = None
@@ -379,7 +378,8 @@ class TieredLayer:
         """Score, select, look up, recall: what this step attends to and what it estimates."""
         guess, self._guess = self._guess, None
         if guess is not None:
-            self.engine.wait_for(guess.event)
+            self.engine.wait_for(self._fetched)
+            self._fetched = None
         chosen = self._choose(q, self.config.token_budget, self.counters)
         cluster_cache, t = self.cluster_cache, self.index.tables
         assert cluster_cache is not None
@@ -408,7 +408,7 @@ class TieredLayer:
             token_budget=token_budget, max_blocks=c.max_selected_blocks,
         )  # fmt: skip
         self.cluster_cache.recall(self.store, selection, slots, missed)
-        return Chosen(logits, selection, slots, missed, self.engine.mark())
+        return Chosen(logits, selection, slots, missed)
 
     def can_fetch_ahead(self) -> bool:
         """Whether there is anything to fetch, and a step has told how to score it."""
@@ -418,6 +418,7 @@ class TieredLayer:
         """Recall for a guessed query ``[batch, query_heads, 1, head_dim]``, on the stream this is called on."""
         q = query.reshape(self.rows, -1, self.head_dim)
         self._guess = self._choose(q, int(self.config.prefetch_share * self.config.token_budget))
+        self._fetched = self.engine.mark()
 
     def addresses(self) -> tuple[int, ...]:
         """Where a captured decode step reads and writes; it must be captured anew when any of them changes."""
