@@ -351,9 +351,8 @@ SWEEPS: dict[str, tuple[ModuleType, list[dict[str, Any]]]] = {
         score,
         [
             {},
-            {"PROGRAMS": 528, "NUM_STAGES": 4},
-            {"PROGRAMS": 528, "TILE_ELEMENTS": 16384, "NUM_WARPS": 8},
-            {"PROGRAMS": 2112, "NUM_STAGES": 2},
+            {"PROGRAMS": 1056, "NUM_STAGES": 2},
+            {"PROGRAMS": 264, "TILE_ELEMENTS": 16384, "NUM_WARPS": 8},
         ],
     ),
     "select_and_assign": (lookup, [{}, {"SELECT_WARPS": 4}, {"SELECT_WARPS": 16}]),
@@ -362,9 +361,10 @@ SWEEPS: dict[str, tuple[ModuleType, list[dict[str, Any]]]] = {
         [
             {},
             {"PROGRAMS": 264},
-            {"PROGRAMS": 528, "NUM_STAGES": 2},
             {"PROGRAMS": 264, "NUM_WARPS": 8},
-            {"PROGRAMS": 264, "ESTIMATE_TILE_BYTES": 16384, "NUM_STAGES": 2},
+            {"PROGRAMS": 792},
+            {"NUM_STAGES": 2},
+            {"NUM_STAGES": 2, "ESTIMATE_TILE_BYTES": 16384},
         ],
     ),
 }

@@ -55,7 +55,8 @@ def _slots_to_evict(
     POLICY: tl.constexpr, AGING_PERIOD: tl.constexpr, FREQUENCY_BONUS: tl.constexpr, SLOTS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """The slots of a row as they go: empty ones, then by priority; those in use are last."""
-    slot = tl.arange(0, SLOTS_PADDED)
+    # Neighbours in a thread: see select_row.
+    slot = tl.arange(0, SLOTS_PADDED // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     is_slot = slot < num_slots
     resident = tl.load(block_in_ptr + slot, mask=is_slot, other=0)
     last_used = tl.load(last_used_ptr + slot, mask=is_slot, other=0)
@@ -67,7 +68,7 @@ def _slots_to_evict(
     priority = tl.where(resident < 0, 0, priority + 1)
     may_go = is_slot & ((resident < 0) | (last_used < step))
     order = tl.where(may_go, priority * SLOTS_PADDED + slot, 0x7FFFFFFFFFFFFFFF)
-    return (tl.sort(order) & (SLOTS_PADDED - 1)).to(tl.int32)
+    return (tl.sort(tl.reshape(order, [SLOTS_PADDED])) & (SLOTS_PADDED - 1)).to(tl.int32)
 
 
 @triton.jit
@@ -247,7 +248,7 @@ def _policy_constants(tables: SlotTables, policy: str) -> dict[str, int]:
         "AGING_PERIOD": replacement.AGING_PERIOD,
         "FREQUENCY_BONUS": replacement.FREQUENCY_BONUS,
         "MAX_USES": MAX_USES,
-        "SLOTS_PADDED": triton.next_power_of_2(tables.block_in.shape[1]),
+        "SLOTS_PADDED": max(4, triton.next_power_of_2(tables.block_in.shape[1])),
     }
 
 

@@ -19,9 +19,9 @@ import torch
 from tiered_kv.kernels.dispatch import check_contiguous, tl, triton, use_triton
 
 # Untuned. A tile of 64 clusters × 128 channels is 8 KiB of int8 for the means and as much for the variances; a program
-# goes through several with NUM_STAGES of them in flight. 1056 programs are 8 for each of 132 multiprocessors.
+# goes through several with NUM_STAGES of them in flight: 4 programs fit a multiprocessor of 132.
 TILE_ELEMENTS = 64 * 128
-PROGRAMS = 1056
+PROGRAMS = 528
 NUM_WARPS = 4
 NUM_STAGES = 3
 
@@ -52,7 +52,7 @@ def score_kernel(
     TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_VARIANCE: tl.constexpr, IN_DIGITS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``tiles`` tiles of clusters of one row; clusters × heads: the large operand streams, the query stays."""
+    """A share of the ``tiles`` of one row; clusters × heads: the large operand streams, the query stays."""
     row = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, GROUP_PADDED)
     dim = tl.arange(0, DIM_PADDED)
@@ -83,9 +83,9 @@ def score_kernel(
         high = square.to(query.dtype)
         low = (square - high.to(tl.float32)).to(query.dtype)
 
-    first = tl.program_id(0) * tiles * TILE
-    for start in tl.range(first, tl.minimum(first + tiles * TILE, clusters), TILE, num_stages=NUM_STAGES):
-        cluster = start + tl.arange(0, TILE)
+    piece, pieces = tl.program_id(0), tl.num_programs(0)
+    for tile in tl.range(piece * tiles // pieces, (piece + 1) * tiles // pieces, num_stages=NUM_STAGES):
+        cluster = tile * TILE + tl.arange(0, TILE)
         in_row = cluster < clusters
         vector = cluster[:, None] * HEAD_DIM + dim[None, :]
         vector_mask = in_row[:, None] & (dim < HEAD_DIM)[None, :]
@@ -161,15 +161,15 @@ def score_clusters(
     rows, group, head_dim = query.shape
     clusters = sizes.shape[1]
     dim_padded = max(32, triton.next_power_of_2(head_dim))
-    # Without half precision there are no tensor cores: products come from registers, of smaller tiles.
+    # Without half precision there are no tensor cores: products come from registers, of smaller tiles. Those of int8
+    # take 64 clusters at once straight from shared memory.
     in_digits = query.dtype != torch.float32 and centroids.dtype == torch.int8
     is_float32 = torch.float32 in (query.dtype, centroids.dtype)
-    tile = max(16, TILE_ELEMENTS // dim_padded // (4 if is_float32 else 1))
-    num_tiles = triton.cdiv(clusters, tile)
-    tiles = triton.cdiv(num_tiles * rows, PROGRAMS)
+    tile = max(64 if in_digits else 16, TILE_ELEMENTS // dim_padded // (4 if is_float32 else 1))
+    tiles = triton.cdiv(clusters, tile)
     logits = torch.empty(rows, group, clusters, dtype=torch.float32, device=query.device)
     scores = torch.empty(rows, clusters, dtype=torch.float32, device=query.device)
-    score_kernel[(triton.cdiv(num_tiles, tiles), rows)](
+    score_kernel[(max(1, min(PROGRAMS // rows, tiles)), rows)](
         query, centroids, centroid_scales, variances, variance_scales, sizes, logits, scores,
         clusters, scale, softcap or 1.0, 0.5 * spread, spread_limit, tiles,
         GROUP=group, GROUP_PADDED=max(8 if in_digits else 16, triton.next_power_of_2(group)),

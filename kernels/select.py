@@ -239,7 +239,10 @@ def select_row(
 
     place = tl.arange(0, LIMIT)
     listed = place < count
-    entry = tl.sort(tl.load(tl.multiple_of(list_ptr + place, 8), mask=listed, other=0x7FFFFFFFFFFFFFFF))
+    # Sorted with neighbours in a thread, which spares exchanges between threads; then scattered, one number a thread.
+    neighbours = tl.arange(0, LIMIT // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    entry = tl.load(list_ptr + neighbours, mask=neighbours < count, other=0x7FFFFFFFFFFFFFFF)
+    entry = tl.gather(tl.sort(tl.reshape(entry, [LIMIT])), place, 0)
     cluster = (entry & 0x7FFFFFFF).to(tl.int32)
     size = tl.load(size_ptr + cluster, mask=listed, other=0)
     start = tl.load(start_ptr + cluster, mask=listed, other=0)
