@@ -71,9 +71,16 @@ class ClusterCache:
             token_budget=token_budget, max_blocks=max_blocks, block_size=self.slots.shape[2], policy=self.policy,
         )  # fmt: skip
 
-    def recall(self, host: HostStore, selection: Selection, slots: torch.Tensor, missed: torch.Tensor) -> None:
-        """Bring the missing blocks from the host into their slots."""
-        recall_blocks(host.tokens, selection.starts, selection.lengths, slots, missed, self.slots)
+    def recall(
+        self,
+        host: HostStore,
+        selection: Selection,
+        slots: torch.Tensor,
+        missed: torch.Tensor,
+        programs: int | None = None,
+    ) -> None:
+        """Bring the missing blocks from the host into their slots, with at most ``programs`` programs where given."""
+        recall_blocks(host.tokens, selection.starts, selection.lengths, slots, missed, self.slots, programs=programs)
 
     def reserve_blocks(self, num_blocks: int) -> None:
         """Make room in the table for block numbers below ``num_blocks``."""

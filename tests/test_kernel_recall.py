@@ -52,6 +52,16 @@ def test_equals_reference_to_the_bit(rows, max_blocks, num_slots, block_size, wi
     assert torch.equal(bits(cache), bits(expected))
 
 
+@pytest.mark.parametrize("programs", [1, 4, 5, 100])
+def test_few_programs_copy_all(programs):
+    *case, cache = make_case(3, 23, 24, 8, 128, torch.float16)
+    expected = cache.clone()
+    recall_blocks_reference(*case, expected)
+    with force_backend("triton"):
+        recall_blocks(*case, cache, programs=programs)
+    assert torch.equal(bits(cache), bits(expected))
+
+
 def test_neighbours_keep_their_bytes():
     host, starts, lengths, slots, missed, cache = make_case(2, 11, 40, 8, 128, torch.float16)
     before = cache.clone()

@@ -21,6 +21,7 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.index import ClusterIndex
 from tiered_kv.kernels.attend import Attended, Estimated, attend
 from tiered_kv.kernels.count import AHEAD_COUNTERS, count_ahead, new_counters
+from tiered_kv.kernels.recall import AHEAD_PROGRAMS
 from tiered_kv.kernels.score import score_clusters
 from tiered_kv.kernels.select import Selection
 from tiered_kv.offload.cluster_cache import ClusterCache
@@ -380,7 +381,7 @@ class TieredLayer:
         if guess is not None:
             self.engine.wait_for(self._fetched)
             self._fetched = None
-        chosen = self._choose(q, self.config.token_budget, self.counters)
+        chosen = self._choose(q, self.config.token_budget, self.counters, is_ahead=False)
         cluster_cache, t = self.cluster_cache, self.index.tables
         assert cluster_cache is not None
         assert t is not None
@@ -391,7 +392,7 @@ class TieredLayer:
             return attended, None
         return attended, Estimated(chosen.logits, t.sizes, chosen.selection.chosen, t.mean_values, t.value_scales)
 
-    def _choose(self, q: torch.Tensor, token_budget: int, counters: torch.Tensor | None = None) -> Chosen:
+    def _choose(self, q: torch.Tensor, token_budget: int, counters: torch.Tensor | None, is_ahead: bool) -> Chosen:
         """Score the centroids, select clusters within the budget and look them up, recall the missing ones."""
         c, t = self.config, self.index.tables
         assert t is not None
@@ -407,7 +408,7 @@ class TieredLayer:
             scores, t.sizes, t.starts, t.first_blocks, counters,
             token_budget=token_budget, max_blocks=c.max_selected_blocks,
         )  # fmt: skip
-        self.cluster_cache.recall(self.store, selection, slots, missed)
+        self.cluster_cache.recall(self.store, selection, slots, missed, AHEAD_PROGRAMS if is_ahead else None)
         return Chosen(logits, selection, slots, missed)
 
     def can_fetch_ahead(self) -> bool:
@@ -417,7 +418,7 @@ class TieredLayer:
     def fetch_ahead(self, query: torch.Tensor) -> None:
         """Recall for a guessed query ``[batch, query_heads, 1, head_dim]``, on the stream this is called on."""
         q = query.reshape(self.rows, -1, self.head_dim)
-        self._guess = self._choose(q, int(self.config.prefetch_share * self.config.token_budget))
+        self._guess = self._choose(q, int(self.config.prefetch_share * self.config.token_budget), None, is_ahead=True)
         self._fetched = self.engine.mark()
 
     def addresses(self) -> tuple[int, ...]:
