@@ -34,7 +34,9 @@ def model():
             raise
         pytest.skip(f"{MODEL} cannot be fetched here: {reason}")
     threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)  # tests of tiny models set it to 1
+    torch.set_num_threads(
+        1
+    )  # two threads on two busy cores took 14 times as long for a decode step, waiting by spinning
     yield load_model(MODEL, dtype=torch.float32)
     torch.set_num_threads(threads)
 

@@ -71,7 +71,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="weights and cache; float32 keeps rounding out of the KL")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--threads", type=int, help="CPU threads; 1 is best where the cores have other work")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file that rows are appended to")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="option of TieredKVConfig")
 
