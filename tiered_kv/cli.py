@@ -79,14 +79,14 @@ def add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="question a long document with a small budget, beside the full cache",
-        description=f"Ask {DEFAULT_MODEL} about 7,000 tokens of the Python language reference, attending"
+        description=f"Ask {DEFAULT_MODEL} about 7,300 tokens of the Python reference, attending"
         f" {demo_task.TOKEN_BUDGET} tokens a step, and again with the full cache.",
     )
     add_run_options(parser)
     add_cache_options(parser)
     parser.set_defaults(
         run=demo, prompt_file=None, chat=False, compare_full=True,
-        token_budget=demo_task.TOKEN_BUDGET, max_new_tokens=demo_task.NEW_TOKENS,
+        token_budget=demo_task.TOKEN_BUDGET, max_new_tokens=demo_task.NEW_TOKENS, stop=demo_task.STOP,
     )  # fmt: skip
 
 
@@ -232,9 +232,9 @@ def _run_full(model: Any, tokenizer: Any, input_ids: torch.Tensor, arguments: ar
 def _run_options(arguments: argparse.Namespace, display: _Display) -> dict[str, Any]:
     from tiered_kv.timed import Sampling
 
+    names = [field.name for field in dataclasses.fields(Sampling)]
     return {
-        "max_new_tokens": arguments.max_new_tokens,
-        "sampling": Sampling(arguments.temperature, arguments.top_p, arguments.seed),
+        "sampling": Sampling(**{name: getattr(arguments, name) for name in names}),
         "on_text": display.show_text,
         "on_progress": display.show_progress,
     }

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from tiered_kv.errors import TieredKVError
 
-TOPICS = [
-    "import", "raise", "return", "yield", "nonlocal", "global", "assignment", "augassign", "del", "pass", "break",
-    "continue", "assert", "while", "for",
-]  # fmt: skip
-CHARACTERS = 30_000
-"""Length the document is cut to: about 7,000 tokens of SmolLM2, which takes 8,192."""
-QUESTION = 'Question: What does the "nonlocal" statement do?\nAnswer: The "nonlocal" statement causes'
+TOPICS = ["string-methods", "strings"]
+CHARACTERS = 29_000
+"""Length the document is cut to: about 7,300 tokens of SmolLM2, which takes 8,192."""
+ANSWER = "Return a string which is the concatenation of the strings in *iterable*."
+QUESTION = "Question: What does str.join(iterable) do?\nAnswer: It returns a string which is"
 TOKEN_BUDGET = 512
 NEW_TOKENS = 64
+STOP = "\n\n"
 
 
 def document() -> str:

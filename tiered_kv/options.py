@@ -49,6 +49,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     group.add_argument("--dtype", default="auto", choices=DTYPES, help="default: float32 on CPU, else the model's own")
     group.add_argument("--max-new-tokens", type=_positive_int, default=256, metavar="N", help="default: %(default)s")
+    group.add_argument("--stop", metavar="TEXT", help="end the answer after this text")
     group.add_argument("--temperature", type=_non_negative, default=0.0, metavar="T", help="0 is greedy (default)")
     group.add_argument("--top-p", type=_probability, default=1.0, metavar="P", help="with a temperature (default: 1)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: %(default)s)")

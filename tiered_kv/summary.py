@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 def numbers(run: Timed) -> dict[str, Any]:
     keys = ("hit_rate", "recalled_bytes", "kv_gpu_bytes", "kv_host_bytes", "kv_full_bytes")
-    times = {"new_tokens": len(run.token_ids), "ttft_s": run.ttft_s, "tokens_per_s": run.tokens_per_s}
-    return {"text": run.text, **times, **{key: run.stats[key] for key in keys}}
+    times = {"ttft_s": run.ttft_s, "second_token_s": run.second_token_s, "tokens_per_s": run.tokens_per_s}
+    return {"text": run.text, "new_tokens": len(run.token_ids), **times, **{key: run.stats[key] for key in keys}}
 
 
 def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
@@ -35,7 +35,8 @@ SUMMARY_ROWS: list[tuple[str, Callable[[Timed], str]]] = [
     ("prompt tokens", lambda run: str(run.prompt_tokens)),
     ("new tokens", lambda run: str(len(run.token_ids))),
     ("time to first token", lambda run: f"{run.ttft_s:.2f} s"),
-    ("tokens per second", lambda run: _or_dash(run.tokens_per_s, "{:.1f}")),
+    ("time to second token", lambda run: _or_dash(run.second_token_s, "{:.2f} s")),
+    ("tokens per second after", lambda run: _or_dash(run.tokens_per_s, "{:.1f}")),
     ("hit rate", lambda run: _or_dash(run.stats["hit_rate"], "{:.1%}")),
     ("recalled", lambda run: _in_units(run.stats["recalled_bytes"])),
     ("KV on the device", lambda run: _in_units(run.stats["kv_gpu_bytes"])),

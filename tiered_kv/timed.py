@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, TextStreamer, set_seed
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
 from tiered_kv.cache import TieredCache
 from tiered_kv.config import TieredKVConfig
@@ -22,11 +22,13 @@ CPU_PREFILL_CHUNK = 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: greedily at temperature 0."""
+    """How tokens are chosen, greedily at temperature 0, and when to stop: after so many, or after a text."""
 
+    max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    stop: str | None = None
 
     def options(self) -> dict[str, Any]:
         if self.temperature == 0:
@@ -43,7 +45,8 @@ class Timed:
         text: Their text, without special tokens.
         prompt_tokens: Length of the prompt.
         ttft_s: Seconds from the start of prefill to the first new token.
-        tokens_per_s: Rate of the tokens after the first; ``None`` for a single one.
+        second_token_s: Seconds from the start to the second one, ``None`` without: that step clusters the prompt.
+        tokens_per_s: Rate of the tokens after the second; ``None`` without any.
         stats: What the cache did and holds; at least ``hit_rate``, ``recalled_bytes``, ``kv_gpu_bytes``,
             ``kv_host_bytes`` and ``kv_full_bytes``.
     """
@@ -52,8 +55,20 @@ class Timed:
     text: str
     prompt_tokens: int
     ttft_s: float
+    second_token_s: float | None
     tokens_per_s: float | None
     stats: dict[str, Any]
+
+
+class StopAfter(StoppingCriteria):
+    """Ends a generation once its text holds ``stop``."""
+
+    def __init__(self, tokenizer: Any, prompt_tokens: int, stop: str) -> None:
+        self.tokenizer, self.prompt_tokens, self.stop = tokenizer, prompt_tokens, stop
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        found = [self.stop in self.tokenizer.decode(row[self.prompt_tokens :]) for row in input_ids]
+        return torch.tensor(found, device=input_ids.device)
 
 
 class Watch(TextStreamer):
@@ -81,7 +96,6 @@ def generate_tiered(
     input_ids: torch.Tensor,
     kv_config: TieredKVConfig,
     *,
-    max_new_tokens: int,
     sampling: Sampling,
     on_text: Callable[[str], None] = lambda text: None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -96,16 +110,17 @@ def generate_tiered(
         TieredKVMemoryError: There is no room; raised before anything is computed.
     """
     total = input_ids.shape[1]
+    shape, longest = kv_shape(model.config, model.dtype), total + sampling.max_new_tokens
     watch = Watch(tokenizer, on_text, lambda: on_progress(total, total))
     chunk = CPU_PREFILL_CHUNK if input_ids.device.type == "cpu" else None
     with kv_cache_dispatched(model, kv_config):
         cache = TieredCache(model.config, kv_config)
         try:
-            check_memory(kv_shape(model.config, model.dtype), kv_config, input_ids.device, total + max_new_tokens, 1)
+            check_memory(shape, kv_config, input_ids.device, longest, 1)
             set_seed(sampling.seed)
             start = time.perf_counter()
             prefill(model, cache, input_ids, on_progress=on_progress, chunk_tokens=chunk)
-            new = _generate(model, input_ids, cache, watch, max_new_tokens, sampling)
+            new = _generate(model, tokenizer, input_ids, cache, watch, sampling)
             return _timed(tokenizer, new, total, start, watch.times, cache.stats())
         finally:
             cache.close()
@@ -116,7 +131,6 @@ def generate_full(
     tokenizer: Any,
     input_ids: torch.Tensor,
     *,
-    max_new_tokens: int,
     sampling: Sampling,
     on_text: Callable[[str], None] = lambda text: None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -127,34 +141,39 @@ def generate_full(
     cache = DynamicCache(config=model.config)
     set_seed(sampling.seed)
     start = time.perf_counter()
-    new = _generate(model, input_ids, cache, watch, max_new_tokens, sampling)
+    new = _generate(model, tokenizer, input_ids, cache, watch, sampling)
     return _timed(tokenizer, new, total, start, watch.times, _full_stats(cache))
 
 
 def _generate(
-    model: Any, input_ids: torch.Tensor, cache: Any, watch: Watch, max_new_tokens: int, sampling: Sampling
+    model: Any, tokenizer: Any, input_ids: torch.Tensor, cache: Any, watch: Watch, sampling: Sampling
 ) -> list[int]:
+    prompt_tokens = input_ids.shape[1]
+    stops = [] if sampling.stop is None else [StopAfter(tokenizer, prompt_tokens, sampling.stop)]
     tokens = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         past_key_values=cache,
         streamer=watch,
-        max_new_tokens=max_new_tokens,
+        stopping_criteria=StoppingCriteriaList(stops),
+        max_new_tokens=sampling.max_new_tokens,
         **sampling.options(),
     )
-    return tokens[0, input_ids.shape[1] :].tolist()
+    return tokens[0, prompt_tokens:].tolist()
 
 
 def _timed(
     tokenizer: Any, new: list[int], prompt_tokens: int, start: float, times: list[float], stats: dict[str, Any]
 ) -> Timed:
-    decode_s = times[-1] - times[0]
+    has_second = len(times) > 1
+    decode_s = times[-1] - times[1] if has_second else 0
     return Timed(
         token_ids=new,
         text=tokenizer.decode(new, skip_special_tokens=True),
         prompt_tokens=prompt_tokens,
         ttft_s=times[0] - start,
-        tokens_per_s=(len(times) - 1) / decode_s if decode_s > 0 else None,
+        second_token_s=times[1] - start if has_second else None,
+        tokens_per_s=(len(times) - 2) / decode_s if decode_s > 0 else None,
         stats=stats,
     )
 
