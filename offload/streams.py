@@ -5,6 +5,7 @@ crossing                recorded                    waited for
 ======================  ==========================  ====================================================
 compute → offload       after the segment is made   by the offload stream, before it reads the segment
 offload → load          after the copy to the host  by the load stream, before it reads the host
+offload → host          after the copy to the host  by the host, before it picks rows, moves or gives memory back
 offload → compute       after the copy to the host  by compute, before a decode step recalls from the host
 load → compute          after the copy to the GPU   by compute, before attention reads the piece
 compute → ahead         when a fetch begins         by the prefetch stream, before it computes a guess or writes a slot
@@ -47,9 +48,8 @@ class TransferEngine:
 
     def wait_for_offloads(self) -> None:
         """Make the computation that follows wait until everything offloaded so far has landed in host memory."""
-        if self._offloaded is not None:
+        if self._offloaded is not None:  # kept: another cache may compute on another stream
             torch.cuda.current_stream(self.device).wait_event(self._offloaded)
-            self._offloaded = None
 
     def finish_offloads(self) -> None:
         """Make the host wait until everything offloaded so far has landed."""

@@ -10,6 +10,7 @@ from tests.tiny import DEVICE, small_config
 from tiered_kv.config import TieredKVConfig
 from tiered_kv.layer import TieredLayer
 from tiered_kv.lockstep import Lane
+from tiered_kv.offload.streams import TransferEngine
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
 SCALE = HEAD_DIM**-0.5
@@ -223,6 +224,66 @@ def test_crop_into_the_window_leaves_no_trace():
     cut.decode(2).crop(2)
     for query, key, value in [plain.tokens(1) for _ in range(20)]:
         assert torch.equal(cut.step(query, key, value), plain.step(query, key, value))
+
+
+@pytest.mark.parametrize("options", [ALL, BUDGET], ids=["all", "budget"])
+def test_a_prompt_cropped_before_anything_was_decoded(options):
+    """Segments come straight from prefill then, untrimmed, and all of them may go."""
+    for left in (80, 50, 36, 5):
+        pair = Pair(small_config(**options), [0, 3]).prefill(90).crop(90 - left).decode(30)
+        assert pair.layer.length == left + 30
+
+
+def test_a_prompt_cropped_to_a_window_with_room_is_trimmed_and_on_the_host():
+    """The window is as large as decode steps want it, so that nothing else would call for room to be made."""
+    pair = Pair(small_config(**BUDGET), [0]).prefill(36 + 24)
+    assert pair.layer.window.capacity == 24
+    untrimmed = pair.layer.index.num_clusters
+    pair.crop(1).decode(1)
+    assert pair.layer.index.num_clusters < untrimmed
+
+
+class LateEngine(TransferEngine):
+    """What a slow offload stream would do: copies land when somebody waits for them, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def offload(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        self.under_way.append((source.clone(), destination))
+
+    def finish_offloads(self) -> None:
+        for source, destination in self.under_way:
+            destination.copy_(source)
+        self.under_way.clear()
+
+    wait_for_offloads = finish_offloads
+
+    def load(self, sources):
+        for source in sources:
+            self.finish_offloads()  # the load stream waits, the host does not
+            yield source
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the copies are made to be late on the CPU")
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda pair: pair.decode(9),
+        lambda pair: pair.select_sequences([1, 1, 0]).prefill(10),
+        lambda pair: pair.select_sequences([1, 1, 0]).decode(9).prefill(10),
+        lambda pair: pair.crop(1).decode(9),
+        lambda pair: pair.crop(30).decode(9).select_sequences([1, 0]).crop(20).prefill(10),
+    ],
+    ids=["decode", "select-prefill", "select-decode", "crop", "crop-select-crop"],
+)
+def test_the_host_is_read_after_what_was_sent_there_has_landed(then, monkeypatch):
+    from tiered_kv import layer
+
+    engine = LateEngine()
+    monkeypatch.setattr(layer, "engine_for", lambda device: engine)
+    then(Pair(small_config(**BUDGET), [0, 3]).prefill(36 + 24))
 
 
 def test_cropping_again_and_again():

@@ -212,7 +212,10 @@ class TieredLayer:
     def _read(self, segment: Segment) -> torch.Tensor:
         assert self.store is not None
         tokens = self.store.read(segment.first_token, segment.stored_rows, segment.length)
-        return tokens if segment.row_of is None else tokens[segment.row_of]
+        if segment.row_of is None:
+            return tokens
+        self.engine.finish_offloads()  # the host itself picks the rows
+        return tokens[segment.row_of]
 
     @lasting
     def _settle(self) -> None:
@@ -236,7 +239,7 @@ class TieredLayer:
     @property
     def has_room(self) -> bool:
         """Whether the window takes a token more as it is."""
-        if self._chunk is not None:
+        if self._chunk is not None or self._is_untrimmed:
             return False
         if self.length < self.config.dense_until:
             return self.window.length < self.window.capacity
@@ -265,10 +268,10 @@ class TieredLayer:
 
     def _trim_index(self) -> None:
         """After long segments, and only then, wait for the device to learn how many clusters they have come to."""
-        if self._is_untrimmed:
+        if self._is_untrimmed and self.segments:
             firsts = self.index.trim([segment.first_cluster for segment in self.segments])
             self.segments = [replace(s, first_cluster=f) for s, f in zip(self.segments, firsts, strict=True)]
-            self._is_untrimmed = False
+        self._is_untrimmed = False
 
     def _prefill_segment(self) -> int:
         """Length of the next prefill segment: the first one also takes the sinks along, which are not clustered."""
@@ -442,6 +445,7 @@ class TieredLayer:
             padding = [min(p, self.length) for p in self.left_padding]
             self.set_left_padding(padding if any(padding) else None)
         self._place_window()
+        self.engine.wait_for_offloads()  # the window may have room now, and the next step recall with nothing between
         self.rebuilt += 1
 
     def _unstore_last_segment(self) -> None:
