@@ -224,6 +224,18 @@ def test_crop_back_and_generate_again(dropped, model, stock, cache):
     assert tokens(model, **ones(whole), past_key_values=cache) == tokens(stock, **ones(whole))
 
 
+def test_a_clock_is_made_once_for_a_kind_of_layer(monkeypatch):
+    """Not once a layer and step: each is a launch, which a captured step would replay."""
+    from tiered_kv.lockstep import Lane
+
+    made = []
+    make = Lane.__init__
+    monkeypatch.setattr(Lane, "__init__", lambda self, device: (made.append(self), make(self, device))[1])
+    hybrid = dispatch_kv_cache(make_model("gemma3_text"), small_config(dense_context=0))
+    tokens(hybrid, **ones(IDS))
+    assert len(made) == 2
+
+
 def test_a_reset_cache_is_as_new(model, stock, cache):
     tokens(model, **BATCH, past_key_values=cache)
     cache.reset()

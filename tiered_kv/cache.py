@@ -45,7 +45,10 @@ class LayerGroup:
 
     def lane(self, device: torch.device, sliding_window: int | None = None) -> Lane:
         """The lane of the tiered layers on ``device``, or of its sliding layers with that window."""
-        return self._lanes.setdefault((device, sliding_window), Lane(device))
+        key = device, sliding_window
+        if key not in self._lanes:  # no setdefault: a lane that is not needed would cost a launch a layer and step
+            self._lanes[key] = Lane(device)
+        return self._lanes[key]
 
     @property
     def lanes(self) -> list[Lane]:
