@@ -101,8 +101,8 @@ class HostStore:
     def _reserve(self, tokens: int) -> None:
         tokens = -(-tokens // self._granule) * self._granule
         self._capacity_tokens = tokens
-        self._token_arena = HostArena(tokens * self.bytes_per_token, self.pin)
-        self._position_arena = HostArena(tokens * POSITION_BYTES, self.pin)
+        self._token_arena = HostArena(tokens * self.bytes_per_token, self.pin, self.engine.device)
+        self._position_arena = HostArena(tokens * POSITION_BYTES, self.pin, self.engine.device)
         self.tokens = self._token_arena.bytes.view(self.dtype).view(-1, self.width)
         self.positions = self._position_arena.bytes.view(torch.int32)
 

@@ -24,16 +24,17 @@ class HostArena:
     Args:
         capacity_bytes: Size of the reservation. Address space only: no memory is taken before :meth:`commit`.
         pin: Page-lock what is committed, so that the GPU may read it directly.
+        device: The GPU that reads it, which is waited for before pages are unlocked; the current one when left out.
     """
 
-    def __init__(self, capacity_bytes: int, pin: bool) -> None:
+    def __init__(self, capacity_bytes: int, pin: bool, device: torch.device | None = None) -> None:
         self.capacity_bytes = _round_up(capacity_bytes, mmap.PAGESIZE)
         self.committed_bytes = 0
         self.pin = pin
         self._map = _reserve(self.capacity_bytes)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pinned: list[int] = []
-        self._finalizer = weakref.finalize(self, _unpin, self._pinned)
+        self._finalizer = weakref.finalize(self, _unpin, self._pinned, device)
 
     def commit(self, num_bytes: int) -> int:
         """Put the next ``num_bytes``, rounded up to whole pages, to use and return their offset.
@@ -76,9 +77,9 @@ def _reserve(capacity_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
 
 
-def _unpin(addresses: list[int]) -> None:
+def _unpin(addresses: list[int], device: torch.device | None) -> None:
     if addresses:
-        torch.cuda.synchronize()  # a copy may still be under way
+        torch.cuda.synchronize(device)  # a copy may still be under way
     while addresses:
         torch.cuda.cudart().cudaHostUnregister(addresses.pop())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -284,6 +286,22 @@ def test_the_host_is_read_after_what_was_sent_there_has_landed(then, monkeypatch
     engine = LateEngine()
     monkeypatch.setattr(layer, "engine_for", lambda device: engine)
     then(Pair(small_config(**BUDGET), [0, 3]).prefill(36 + 24))
+
+
+def test_a_move_of_the_store_by_a_fork_is_noticed(monkeypatch):
+    """A captured step of one cache reads the store at its old address until something says that it has changed."""
+    from tiered_kv import layer
+
+    monkeypatch.setattr(layer, "RESERVED_TOKENS", 1)
+    pair = Pair(small_config(**BUDGET), [0]).prefill(90).decode(1)
+    fork = copy.deepcopy(pair)
+    before, addresses, moves = pair.layer.rebuilt, pair.layer.addresses(), pair.layer.store.moves
+    while fork.layer.store.moves == moves:
+        fork.prefill(500)
+    assert pair.layer.store is fork.layer.store
+    assert pair.layer.rebuilt != before
+    assert pair.layer.addresses() != addresses
+    pair.decode(30)
 
 
 def test_cropping_again_and_again():

@@ -31,7 +31,7 @@ def registered(monkeypatch) -> dict[int, int]:
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(pinned.torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(pinned.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(pinned.torch.cuda, "synchronize", lambda device: None)
     return books
 
 
@@ -89,6 +89,16 @@ def test_pages_are_unlocked(registered, way):
     del arena
     gc.collect()
     assert registered == {}
+
+
+def test_the_device_that_reads_the_pages_is_waited_for(registered, monkeypatch):
+    """Of several GPUs, the current one need not be it."""
+    waited = []
+    monkeypatch.setattr(pinned.torch.cuda, "synchronize", waited.append)
+    arena = HostArena(8 * PAGE, pin=True, device=torch.device("cuda", 1))
+    arena.commit(PAGE)
+    arena.close()
+    assert waited == [torch.device("cuda", 1)]
 
 
 def test_memory_outlives_its_arena_while_a_tensor_reads_it():

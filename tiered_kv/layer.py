@@ -96,7 +96,7 @@ class TieredLayer:
         self._scoring: tuple[float, float | None] | None = None
         self._guess: Chosen | None = None
         self._fetched: torch.cuda.Event | None = None
-        self.rebuilt = 0
+        self._cuts = 0
         self.keeps_query = False
         self.query: torch.Tensor | None = None
 
@@ -424,14 +424,19 @@ class TieredLayer:
         self._guess = self._choose(q, int(self.config.prefetch_share * self.config.token_budget), None, is_ahead=True)
         self._fetched = self.engine.mark()
 
+    @property
+    def rebuilt(self) -> int:
+        """Differs from what it was when tokens or rows were taken away, or a fork moved the host store it shares."""
+        return self._cuts + (0 if self.store is None else self.store.moves)
+
     def addresses(self) -> tuple[int, ...]:
-        """Where a captured decode step reads and writes; it must be captured anew when any of them changes."""
+        """Where a captured decode step reads and writes, and how much; it must be captured anew when that changes."""
         tensors = [self.window.buffer, self.window.num_sinks, self.window.start, self.counters, self.ahead_counters]
         if self.index.tables is not None and self.cluster_cache is not None and self.store is not None:
             tensors += [table for _, table in self.index.tables.items()]
             tensors += [self.cluster_cache.slots, *self.cluster_cache.tables, self.cluster_cache.hints]
             tensors.append(self.store.tokens)
-        return tuple(tensor.data_ptr() for tensor in tensors)
+        return tuple(number for tensor in tensors for number in (tensor.data_ptr(), tensor.numel()))
 
     @lasting
     def crop(self, tokens: int) -> None:
@@ -446,7 +451,7 @@ class TieredLayer:
             self.set_left_padding(padding if any(padding) else None)
         self._place_window()
         self.engine.wait_for_offloads()  # the window may have room now, and the next step recall with nothing between
-        self.rebuilt += 1
+        self._cuts += 1
 
     def _unstore_last_segment(self) -> None:
         """Bring the newest segment back into the window, in the order of its positions."""
@@ -478,7 +483,7 @@ class TieredLayer:
             self.left_padding = [self.left_padding[s] for s in sequences]
         self._row_padding = self._row_padding[index]
         self.batch = len(sequences)
-        self.rebuilt += 1
+        self._cuts += 1
 
     def close(self) -> None:
         """Give host memory back, unless a copy of the cache still reads it; the layer must not be used any more."""
