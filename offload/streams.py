@@ -9,7 +9,7 @@ offload → host          after the copy to the host  by the host, before it pic
 offload → compute       after the copy to the host  by compute, before a decode step recalls from the host
 load → compute          after the copy to the GPU   by compute, before attention reads the piece
 compute → ahead         when a fetch begins         by the prefetch stream, before it computes a guess or writes a slot
-ahead → compute         when a fetch ends           by compute, before the layer it was for looks up its slots
+ahead → compute         when a fetch ends           by compute, before that layer looks up or changes its slots
 compute → load          allocator                   a piece's memory is reused only after compute is done with it
 ======================  ==========================  ====================================================
 

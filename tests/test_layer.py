@@ -304,6 +304,38 @@ def test_a_move_of_the_store_by_a_fork_is_noticed(monkeypatch):
     pair.decode(30)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pair: pair.layer.make_room(),
+        lambda pair: pair.prefill(40),
+        lambda pair: pair.crop(30),
+        lambda pair: pair.select_sequences([1, 0, 1]),
+        lambda pair: pair.decode(1),
+    ],
+    ids=["make-room", "prefill", "crop", "select", "decode"],
+)
+def test_a_fetch_ahead_is_waited_for_before_its_tables_change(change, monkeypatch):
+    """It runs on a stream of its own; a step that raised leaves it behind."""
+    from tiered_kv import layer
+
+    class Engine(LateEngine):
+        def mark(self):
+            return "fetched"
+
+        def wait_for(self, event):
+            waited.append(event)
+
+    engine, waited = Engine(), []
+    monkeypatch.setattr(layer, "engine_for", lambda device: engine)
+    pair = Pair(small_config(**BUDGET), [0, 3]).prefill(60).decode(2)
+    query, _, _ = pair.tokens(1)
+    pair.layer.fetch_ahead(query, query)
+    change(pair)
+    assert waited == ["fetched"]
+    pair.decode(3)
+
+
 def test_cropping_again_and_again():
     pair = Pair(small_config(**BUDGET), [0, 9]).prefill(60)
     for cut in (1, 7, 20, 3, 30):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiny import DEVICE, make_model
-from tiered_kv import TieredKVConfig, dispatch_kv_cache, kv_cache_dispatched, remove_kv_dispatch
+from tiered_kv import TieredCache, TieredKVConfig, dispatch_kv_cache, kv_cache_dispatched, remove_kv_dispatch
 from tiered_kv.kernels.count import AHEAD_COUNTERS, count_ahead, count_ahead_reference, new_counters
 from tiered_kv.kernels.dispatch import force_backend
 from tiered_kv.kernels.lookup import SlotTables, assign_slots
@@ -60,6 +60,36 @@ def test_a_query_computed_otherwise_is_noticed():
     with pytest.warns(UserWarning, match="computes its queries in a way"):
         generate(model, 5)
     assert model.kv_cache_stats()["guesses"] == 0
+
+
+def test_a_first_step_that_raised_leaves_nothing_to_verify(monkeypatch):
+    model, ids = make_model("llama"), torch.randint(3, 90, (1, 200), device=DEVICE)
+    with torch.no_grad(), kv_cache_dispatched(model, TieredKVConfig(**OPTIONS, prefetch="next_layer")):
+        cache = TieredCache(model.config, TieredKVConfig(**OPTIONS))
+        model(ids, past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[1].mlp, "forward", lambda hidden: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(ids[:, :1], past_key_values=cache)
+        model(ids, past_key_values=TieredCache(model.config, TieredKVConfig(**OPTIONS)))
+        generate(model, 5)
+        assert model.kv_cache_stats()["guesses"] > 0
+
+
+def test_a_layer_on_another_device_is_not_fetched_for():
+    """Its weights are there, and the hidden state is still here."""
+    model, ids = make_model("llama"), torch.randint(3, 90, (1, 200), device=DEVICE)
+    config = TieredKVConfig(**OPTIONS, prefetch="next_layer", cuda_graph=False)
+    with torch.no_grad(), kv_cache_dispatched(model, config):
+        cache = TieredCache(model.config, config)
+        for tokens in (ids, ids[:, :1], ids[:, :1]):
+            model(tokens, past_key_values=cache)
+        first, second = cache.group.layers[1:]
+        before = [int(layer.ahead_counters[0]) for layer in (first, second)]
+        first.device = torch.device("meta")
+        model(ids[:, :1], past_key_values=cache)
+        assert int(first.ahead_counters[0]) == before[0]
+        assert int(second.ahead_counters[0]) == before[1] + first.rows
 
 
 def test_dispatching_leaves_no_hook_behind():

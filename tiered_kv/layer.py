@@ -73,6 +73,20 @@ class Chosen(NamedTuple):
     missed: torch.Tensor
 
 
+class Ahead(NamedTuple):
+    """A recall for a guessed query, under way on the prefetch stream.
+
+    Attributes:
+        chosen: What the guess has chosen.
+        fetched: Event behind the recall; ``None`` on the CPU.
+        source: What the query was guessed from, kept so that the compute stream does not use its memory again before.
+    """
+
+    chosen: Chosen
+    fetched: torch.cuda.Event | None
+    source: torch.Tensor
+
+
 class TieredLayer:
     """Keys and values of one attention layer, in tiers.
 
@@ -94,8 +108,7 @@ class TieredLayer:
         self._chunk: tuple[torch.Tensor, torch.Tensor] | None = None
         self._is_untrimmed = False
         self._scoring: tuple[float, float | None] | None = None
-        self._guess: Chosen | None = None
-        self._fetched: torch.cuda.Event | None = None
+        self._ahead: Ahead | None = None
         self._cuts = 0
         self.keeps_query = False
         self.query: torch.Tensor | None = None
@@ -144,6 +157,7 @@ class TieredLayer:
 
     def add_chunk(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Take a chunk's keys and values; the attention to it comes next."""
+        self._join_ahead()
         self._settle()
         self._chunk = (key.detach(), value.detach())
         self.length += key.shape[2]
@@ -252,6 +266,8 @@ class TieredLayer:
     @lasting
     def make_room(self) -> None:
         """Before a decode step: make room in the window for a token, by clustering its older part when it is full."""
+        if self._ahead is not None:  # begun for this very step, before the first layer made room in all
+            self.engine.wait_for(self._ahead.fetched)
         self._settle()
         if self.length < self.config.dense_until:
             self.window.reserve(self.window.length + 1)
@@ -380,10 +396,7 @@ class TieredLayer:
 
     def _recall(self, q: torch.Tensor) -> tuple[Attended, Estimated | None]:
         """Score, select, look up, recall: what this step attends to and what it estimates."""
-        guess, self._guess = self._guess, None
-        if guess is not None:
-            self.engine.wait_for(self._fetched)
-            self._fetched = None
+        guess = self._join_ahead()
         chosen = self._choose(q, self.config.token_budget, self.counters, is_ahead=False)
         cluster_cache, t = self.cluster_cache, self.index.tables
         assert cluster_cache is not None
@@ -418,11 +431,19 @@ class TieredLayer:
         """Whether there is anything to fetch, and a step has told how to score it."""
         return bool(self.segments) and self._scoring is not None
 
-    def fetch_ahead(self, query: torch.Tensor) -> None:
-        """Recall for a guessed query ``[batch, query_heads, 1, head_dim]``, on the stream this is called on."""
+    def fetch_ahead(self, query: torch.Tensor, source: torch.Tensor) -> None:
+        """Recall for a query ``[batch, query_heads, 1, head_dim]`` guessed from ``source``, on the present stream."""
         q = query.reshape(self.rows, -1, self.head_dim)
-        self._guess = self._choose(q, int(self.config.prefetch_share * self.config.token_budget), None, is_ahead=True)
-        self._fetched = self.engine.mark()
+        chosen = self._choose(q, int(self.config.prefetch_share * self.config.token_budget), None, is_ahead=True)
+        self._ahead = Ahead(chosen, self.engine.mark(), source)
+
+    def _join_ahead(self) -> Chosen | None:
+        """Let what follows wait for a recall that is under way ahead, which writes slots and tables; what it chose."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        self.engine.wait_for(ahead.fetched)
+        return ahead.chosen
 
     @property
     def rebuilt(self) -> int:
@@ -441,6 +462,7 @@ class TieredLayer:
     @lasting
     def crop(self, tokens: int) -> None:
         """Drop the newest ``tokens`` tokens. Segments that are cut into come back into the window, but for those."""
+        self._join_ahead()
         self._settle()
         self.length -= tokens
         while self.clustered > self.length:
@@ -471,6 +493,7 @@ class TieredLayer:
     @lasting
     def select_sequences(self, sequences: list[int]) -> None:
         """Sequence i becomes what sequence ``sequences[i]`` was; the host store stays as it is."""
+        self._join_ahead()
         self._settle()
         rows = [s * self.kv_heads + h for s in sequences for h in range(self.kv_heads)]
         index = torch.tensor(rows, device=self.device)

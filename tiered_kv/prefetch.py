@@ -44,14 +44,17 @@ class QueryGuesser:
         self._has_kinds = "layer_type" in inspect.signature(rotary.forward).parameters
 
     def __call__(self, hidden: torch.Tensor, position_ids: torch.Tensor, embeddings: Any) -> torch.Tensor:
-        """The query ``[batch, query_heads, 1, head_dim]`` for ``hidden`` ``[batch, 1, hidden_size]``."""
+        """The query ``[batch, query_heads, 1, head_dim]`` for ``hidden`` ``[batch, 1, hidden_size]``.
+
+        Positions and rotary embeddings may be on another device, from which accelerate would move them at the layer.
+        """
         query = self.projection(self.norm(hidden)).unflatten(-1, (-1, self.head_dim))
         if self.query_norm is not None:
             query = self.query_norm(query)
         if self._has_kinds:  # the layer before may be a sliding one, with another rotary base
-            embeddings = self._rotary(hidden, position_ids, "full_attention")
+            embeddings = self._rotary(hidden, position_ids.to(hidden.device), "full_attention")
         query = query.transpose(1, 2)
-        return self._rotate(query, query, *embeddings)[0]
+        return self._rotate(query, query, *(x.to(hidden.device) for x in embeddings))[0]
 
 
 class Prefetcher:
@@ -93,10 +96,12 @@ class Prefetcher:
         layer = _decoding_layer(kwargs, args, index)
         if layer is not None and self._is_verified and layer.can_fetch_ahead():
             with layer.engine.ahead():
-                layer.fetch_ahead(guesser(args[0], kwargs["position_ids"], kwargs["position_embeddings"]))
+                query = guesser(args[0], kwargs["position_ids"], kwargs["position_embeddings"])
+                layer.fetch_ahead(query, source=args[0])
 
     def _guess_own(self, index: int, guesser: QueryGuesser, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """For a layer's own input the guess must be its true query; that is looked at once, in an eager step."""
+        self._own = None  # a step that raised may have left it
         layer = _decoding_layer(kwargs, args, index)
         is_captured = args[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if layer is not None and not self._is_verified and not is_captured:
@@ -109,6 +114,8 @@ class Prefetcher:
         (index, guess), self._own = self._own, None
         layer = kwargs["past_key_values"].layers[index].tiered
         query, layer.keeps_query, layer.query = layer.query, False, None
+        if query is None:
+            return  # a token of a sequence that is all padding so far: no decode step
         self._is_verified = guess.shape == query.shape and bool((guess - query).norm() <= AGREEMENT * query.norm())
         if not self._is_verified:
             self._give_up(f"{type(module).__name__} computes its queries in a way that is not known here")
@@ -120,9 +127,10 @@ class Prefetcher:
 
 
 def _decoding_layer(kwargs: dict[str, Any], args: tuple, index: int) -> Any:
-    """The tiered layer at ``index`` in a decode step, else ``None``."""
+    """The tiered layer at ``index`` in a decode step whose hidden state is on the layer's device, else ``None``."""
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, TieredCache) or not args or args[0].shape[1] != 1:
         return None
     layer = cache.layers[index]
-    return layer.tiered if isinstance(layer, TieredCacheLayer) else None
+    tiered = layer.tiered if isinstance(layer, TieredCacheLayer) else None
+    return tiered if tiered is not None and tiered.device == args[0].device else None
