@@ -278,6 +278,25 @@ def test_a_padded_prefix_of_a_hybrid_model_for_many_beams():
     assert beams == tokens(make_model("gemma3_text"), **inputs, num_beams=2)
 
 
+@pytest.mark.parametrize("prefetch", ["off", "next_layer"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_chunk_of_padding_and_then_token_by_token(family, prefetch):
+    """While a sequence is all padding a token is no decode step, in sliding layers as little as in the others."""
+    model = dispatch_kv_cache(make_model(family), small_config(dense_context=0, prefetch=prefetch))
+    cache, stock_cache, stock = new_cache(model), DynamicCache(config=model.config), make_model(family)
+    inputs = padded_prompt(40, [0, 11], seed=1)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for start, end in [(0, 3), *((t, t + 1) for t in range(3, 40))]:
+        step = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+        step["position_ids"] = positions[:, start:end]
+        with torch.no_grad():
+            logits = model(**step, past_key_values=cache).logits[:, -1]
+            expected = stock(**step, past_key_values=stock_cache).logits[:, -1]
+        present = mask[:, end - 1].bool()
+        torch.testing.assert_close(logits[present], expected[present], atol=LOGITS_TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_chosen_sequences_of_a_padded_batch(family):
     model = dispatch_kv_cache(make_model(family), small_config(dense_context=0))

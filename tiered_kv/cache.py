@@ -199,8 +199,9 @@ class SlidingCacheLayer(DynamicSlidingWindowLayer):
         self.buffer: SlidingBuffer | None = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
-        """Take new keys and values; a single token's stay in the buffer and come back tagged with this layer."""
-        if key_states.shape[2] > 1 or not self.is_initialized or self.record_past:
+        """Take new keys and values; a decode step's stay in the buffer and come back tagged with this layer."""
+        has_begun = self.get_seq_length() > max(self.group.padding or [0])  # as in a tiered layer
+        if key_states.shape[2] > 1 or not has_begun or self.record_past:
             self._leave_buffer()
             return super().update(key_states, value_states, *args, **kwargs)
         buffer = self.buffer or self._enter_buffer()
