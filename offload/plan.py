@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from tiered_kv.offload.host_store import POSITION_BYTES
+
 GIB = 1 << 30
 INDEX_WORDS = 6
 """4-byte numbers the index keeps per cluster beside its vectors: three scales, size, start, first block."""
@@ -40,12 +42,21 @@ class KVShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TierOptions:
-    """The options of a cache that its memory depends on; see :class:`tiered_kv.TieredKVConfig`."""
+    """The options of a cache that its memory depends on; see :class:`tiered_kv.TieredKVConfig`.
+
+    Attributes:
+        window_tokens: Most tokens of the window while it decodes.
+        prefill_tokens: Tokens of a prompt that a layer works on at a time.
+        unclustered_tokens: Tokens of a prompt that may be left at its end: less than a segment, and the window.
+        slab_tokens: Tokens that host memory is taken for at a time.
+    """
 
     dense_until: int
     num_sink_tokens: int
     window_tokens: int
     prefill_tokens: int
+    unclustered_tokens: int
+    slab_tokens: int
     num_slots: int
     block_size: int
     tokens_per_cluster: int
@@ -56,7 +67,16 @@ class TierOptions:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by tier for all layers and sequences."""
+    """Bytes by tier for all layers and sequences.
+
+    Attributes:
+        window: Sinks and window; or everything, where all is attended exactly.
+        cluster_cache: The GPU cluster cache.
+        index: What the GPU knows of the clusters.
+        prefill: On the GPU until the first decode step: what a layer works on, and what all layers have not clustered.
+        host: Pinned host memory.
+        full: What all keys and values would take.
+    """
 
     window: int
     cluster_cache: int
@@ -78,12 +98,14 @@ def plan_memory(shape: KVShape, options: TierOptions, context: int, batch: int) 
         return MemoryPlan(window=full, cluster_cache=0, index=0, prefill=0, host=0, full=full)
     per_token = shape.token_bytes * batch
     rows = shape.layers * shape.kv_heads * batch
+    unclustered = max(0, min(options.unclustered_tokens, context) - options.window_tokens)
+    stored = context + options.slab_tokens
     return MemoryPlan(
         window=per_token * (options.num_sink_tokens + options.window_tokens),
         cluster_cache=per_token * options.num_slots * options.block_size,
         index=rows * _index_bytes(shape, options, context),
-        prefill=4 * per_token // shape.layers * min(options.prefill_tokens, context),
-        host=per_token * context + rows * 4 * context,
+        prefill=4 * per_token // shape.layers * min(options.prefill_tokens, context) + per_token * unclustered,
+        host=(per_token + rows * POSITION_BYTES) * stored,
         full=full,
     )
 

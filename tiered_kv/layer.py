@@ -33,6 +33,9 @@ from tiered_kv.window import Window, WindowClock, lasting
 RESERVED_TOKENS = 1 << 20
 """Tokens a sequence that address space is reserved for at first; a longer one moves the store once."""
 
+SLAB_SEGMENTS = 8
+"""Decode segments that host memory is taken for, and page-locked, at a time."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -337,7 +340,7 @@ class TieredLayer:
             pin = self.device.type == "cuda" if c.pin_memory is None else c.pin_memory
             self.store = HostStore(
                 self.width, self.dtype, reserve_tokens=self.rows * RESERVED_TOKENS,
-                slab_tokens=self.rows * c.decode_segment * 8, pin=pin, engine=self.engine,
+                slab_tokens=self.rows * SLAB_SEGMENTS * c.decode_segment, pin=pin, engine=self.engine,
             )  # fmt: skip
         if self.cluster_cache is None:
             self.cluster_cache = ClusterCache(

@@ -11,6 +11,7 @@ import torch
 
 from tiered_kv.config import TieredKVConfig
 from tiered_kv.errors import TieredKVMemoryError
+from tiered_kv.layer import SLAB_SEGMENTS
 from tiered_kv.offload.plan import (
     GIB,
     KVShape,
@@ -52,6 +53,8 @@ def tier_options(config: TieredKVConfig) -> TierOptions:
         num_sink_tokens=config.num_sink_tokens,
         window_tokens=config.window_size + config.decode_segment,
         prefill_tokens=max(config.prefill_chunk, config.prefill_segment),
+        unclustered_tokens=config.prefill_segment + config.window_size,
+        slab_tokens=SLAB_SEGMENTS * config.decode_segment,
         num_slots=config.num_slots,
         block_size=config.block_size,
         tokens_per_cluster=config.tokens_per_cluster,
