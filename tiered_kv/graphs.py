@@ -9,10 +9,12 @@ What changes shapes or addresses happens between steps, in :meth:`Lane.make_room
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,11 +109,12 @@ class _CapturedStep:
 
     def __init__(self, forward: Callable[..., Any], cache: TieredCache, inputs: dict[str, Any]) -> None:
         self._changes, self._addresses = _changes(cache), _addresses(cache)
-        self._input_ids = inputs["input_ids"].clone()
-        self._position_ids = _position_ids(inputs, cache.get_seq_length()).clone()
+        with torch.inference_mode(False):  # what is made in it could not be written to outside of it
+            self._input_ids = inputs["input_ids"].clone()
+            self._position_ids = _position_ids(inputs, cache.get_seq_length()).clone()
         self._graph = torch.cuda.CUDAGraph()
         options = {name: inputs[name] for name in ("use_cache", "logits_to_keep", "return_dict") if name in inputs}
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with _without_garbage_collection(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             output = forward(
                 input_ids=self._input_ids, position_ids=self._position_ids, past_key_values=cache, **options
             )
@@ -132,6 +135,18 @@ class _CapturedStep:
         self._position_ids.copy_(_position_ids(inputs, cache.get_seq_length() - 1))
         self._graph.replay()
         return self._output_type(logits=self._logits.clone(), past_key_values=cache)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collecting a dropped cache waits for the device before it unlocks pages, which would spoil a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_decode_step(cache: Any, inputs: dict[str, Any]) -> bool:
