@@ -198,10 +198,19 @@ def sum_by_cluster(tokens: torch.Tensor, assignment: torch.Tensor, num_clusters:
 
 def sum_by_cluster_reference(tokens: torch.Tensor, assignment: torch.Tensor, num_clusters: int) -> torch.Tensor:
     """The same in plain torch."""
+    if tokens.is_cuda:
+        return sum_by_product(tokens, assignment, num_clusters)
     rows, _, dim = tokens.shape
     sums = torch.zeros(rows, num_clusters + 1, dim, dtype=torch.float32, device=tokens.device)
     at = assignment.clamp(max=num_clusters).long()[..., None].expand(-1, -1, dim)
     return sums.scatter_add_(1, at, tokens.float())[:, :num_clusters]
+
+
+def sum_by_product(tokens: torch.Tensor, assignment: torch.Tensor, num_clusters: int) -> torch.Tensor:
+    """The same as a one-hot product, for CUDA, where ``scatter_add_`` adds in another order every time."""
+    is_member = assignment[:, None] == torch.arange(num_clusters, device=tokens.device)[:, None]
+    kept = torch.where((assignment < num_clusters)[..., None], tokens.float(), 0)
+    return torch.matmul(is_member.float(), kept)
 
 
 def update_centroids(tokens: torch.Tensor, assignment: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

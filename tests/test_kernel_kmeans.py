@@ -15,6 +15,7 @@ from tiered_kv.kernels.kmeans import (
     assign_clusters_reference,
     sum_by_cluster,
     sum_by_cluster_reference,
+    sum_by_product,
     update_centroids,
     update_centroids_reference,
 )
@@ -146,3 +147,12 @@ def test_a_row_without_valid_tokens_has_a_start_all_the_same():
     with force_backend("triton"):
         first = evenly_spaced(directions, valid, 4)
     assert torch.equal(first, evenly_spaced_reference(directions, valid, 4))
+
+
+def test_sums_as_a_product_leave_out_the_same_tokens():
+    tokens = torch.randn(2, 61, 12)
+    tokens[0, :7] = float("nan")
+    assignment = torch.randint(0, 9, (2, 61), dtype=torch.int32)
+    assignment[0, :7] = 9
+    expected = sum_by_cluster_reference(tokens, assignment, 9)
+    torch.testing.assert_close(sum_by_product(tokens, assignment, 9), expected, atol=1e-5, rtol=0)
