@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import os
 import weakref
 
-import psutil
 import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -254,14 +255,22 @@ def test_memory_stays_while_a_copy_needs_it(arenas):
 
 
 def test_no_file_is_left_open():
-    process = psutil.Process()
     model = make_model()
     with kv_cache_dispatched(model, SPARSE):
         model.generate(IDS, max_new_tokens=4)  # whatever is opened once is open now
-    files = process.num_fds()
+    files = open_files()
     with kv_cache_dispatched(model, SPARSE):
         model.generate(IDS, max_new_tokens=4)
-    assert process.num_fds() == files
+    assert open_files() == files
+
+
+def open_files() -> list[str]:
+    """What is open but the driver's own files, of which CUDA opens and closes some as it takes memory."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(link for link in links if not link.startswith("/dev/nvidia"))
 
 
 def test_importing_and_making_a_config_registers_nothing():
@@ -416,7 +425,7 @@ def test_statistics_add_up():
     assert stats["kv_gpu_bytes"] == stats["window_bytes"] + stats["cluster_cache_bytes"] + stats["index_bytes"]
     assert stats["kv_host_bytes"] >= 100 * layers * rows * token_bytes
     assert stats["recalled_bytes"] == stats["recalled_tokens"] * token_bytes
-    assert stats["hit_rate"] == 1 - stats["recalled_tokens"] / stats["selected_tokens"]
+    assert stats["hit_rate"] == pytest.approx(1 - stats["recalled_tokens"] / stats["selected_tokens"])
     assert 0 < stats["tokens_per_lookup"] <= 24
     assert stats["clusters_per_lookup"] == stats["selected_clusters"] / stats["lookups"]
 

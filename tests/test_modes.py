@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -224,6 +225,40 @@ def test_crop_back_and_generate_again(dropped, model, stock, cache):
     assert tokens(model, **ones(whole), past_key_values=cache) == tokens(stock, **ones(whole))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_kernels_are_launched_on_the_device_of_the_tensors(family, monkeypatch):
+    """Triton launches on the current device, which a model on another GPU, or over several, does not set."""
+    from tiered_kv import layer, sliding, window
+
+    inside = []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        inside.append(tensor.device)
+        yield
+        inside.pop()
+
+    def checked(name, function):
+        def run(*args, **kwargs):
+            assert inside, name
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for module, name in [
+        (layer, "attend"),
+        (layer, "attend_chunk"),
+        (layer, "cluster_segment"),
+        (layer, "score_clusters"),
+        (sliding, "attend"),
+        (sliding, "append_token"),
+        (window, "append_token"),
+    ]:
+        monkeypatch.setattr(module, name, checked(name, getattr(module, name)))
+    tokens(dispatch_kv_cache(make_model(family), small_config(dense_context=0)), **BATCH)
+
+
 def test_a_clock_is_made_once_for_a_kind_of_layer(monkeypatch):
     """Not once a layer and step: each is a launch, which a captured step would replay."""
     from tiered_kv.lockstep import Lane
@@ -410,7 +445,8 @@ def test_a_stock_cache_given_to_a_dispatched_model(family, inputs):
 
 def test_a_static_cache_given_to_a_dispatched_model(model, stock):
     cache = StaticCache(config=model.config, max_cache_len=200)
-    assert tokens(model, **ones(IDS), past_key_values=cache) == tokens(stock, **ones(IDS))
+    options = dict(disable_compile=True)  # on CUDA generate() would compile the model, for a minute
+    assert tokens(model, **ones(IDS), past_key_values=cache, **options) == tokens(stock, **ones(IDS))
 
 
 def test_a_stock_cache_asked_for_by_name(model, stock):

@@ -19,6 +19,7 @@ PAGE = mmap.PAGESIZE
 @pytest.fixture
 def registered(monkeypatch) -> dict[int, int]:
     """A CUDA runtime that only keeps books: address → bytes page-locked."""
+    gc.collect()  # arenas that wait for it were locked by the real runtime
     books: dict[int, int] = {}
 
     def register(address: int, num_bytes: int, flags: int) -> int:
