@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +30,20 @@ UNSUPPORTED = {
     "jetmoe": "it repeats keys and values after the cache",
 }
 """Model types that cannot use a tiered cache although nothing in their configuration tells, and why."""
+
+
+def on_device_of_tensors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a layer's method with the device of its first tensor as the current one, which kernels are launched on.
+
+    PyTorch's own operations do without; Triton's do not, and a model spread over several GPUs sets no device.
+    """
+
+    @functools.wraps(method)
+    def run(layer: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(tensor):
+            return method(layer, tensor, *args, **kwargs)
+
+    return run
 
 
 class LayerGroup:
@@ -108,6 +124,7 @@ class TieredCacheLayer(CacheLayerMixin):
         self.tiered = self.group.new_layer(key_states, value_states)
         self.is_initialized = True
 
+    @on_device_of_tensors
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
         """Store new keys and values ``[batch, kv_heads, tokens, dim]`` and return them, tagged with this layer."""
         if not self.is_initialized:
@@ -122,6 +139,7 @@ class TieredCacheLayer(CacheLayerMixin):
             self.tiered.add_chunk(key_states, value_states)
         return attention.tag(self, key_states, value_states)
 
+    @on_device_of_tensors
     def attend(self, query: torch.Tensor, padding_mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
         """Attention of ``[batch, query_heads, queries, head_dim]`` to all this layer holds."""
         assert self.tiered is not None
@@ -198,6 +216,7 @@ class SlidingCacheLayer(DynamicSlidingWindowLayer):
         self.group = group
         self.buffer: SlidingBuffer | None = None
 
+    @on_device_of_tensors
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
         """Take new keys and values; a decode step's stay in the buffer and come back tagged with this layer."""
         has_begun = self.get_seq_length() > max(self.group.padding or [0])  # as in a tiered layer
@@ -209,6 +228,7 @@ class SlidingCacheLayer(DynamicSlidingWindowLayer):
         buffer.append(key_states, value_states)
         return attention.tag(self, key_states, value_states)
 
+    @on_device_of_tensors
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
         """Attention of the newest token's query; the buffer knows what is padding."""
         assert self.buffer is not None

@@ -59,8 +59,9 @@ class Lane:
         """Make room for one token in every member: the only part of a step that may cluster, store or allocate."""
         if not self.members[0].has_room:
             self.changes += 1
-            for member in self.members:
-                member.make_room()
+            with torch.cuda.device_of(self.clock.length):  # kernels are launched on the current device
+                for member in self.members:
+                    member.make_room()
         self.clock.set(self.members[0].window_length)
 
     def recount(self, length: int, members: list[tuple[int, int]]) -> None:
