@@ -57,9 +57,9 @@ def attend_chunk(
     parts = [attend_piece(_of(query, g), _of(key, g), _of(value, g), causal=True, **options) for g in groups]
     for piece in earlier:
         for i, group in enumerate(groups):
-            key, value = _span(piece, group, query.shape[-1])
-            if key.shape[2]:
-                other = attend_piece(_of(query, group), key, value, causal=False, **options)
+            earlier_key, earlier_value = _span(piece, group, query.shape[-1])
+            if earlier_key.shape[2]:
+                other = attend_piece(_of(query, group), earlier_key, earlier_value, causal=False, **options)
                 parts[i] = merge_pieces(*parts[i], *other)
     out = query.new_zeros(*query.shape[:3], value.shape[-1])
     for group, (part, lse) in zip(groups, parts, strict=True):
