@@ -85,6 +85,14 @@ def test_generate_refuses_before_it_computes_and_leaves_the_cache_empty():
         assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("options", [dict(max_new_tokens=20000), dict(max_length=20100)], ids=str)
+def test_the_answer_is_planned_for_however_its_length_is_given(options):
+    model, config = make_model("llama"), TieredKVConfig(token_budget=64, host_memory_limit=10_000_000)
+    ids = torch.randint(3, 90, (1, 100), device=DEVICE)
+    with kv_cache_dispatched(model, config), pytest.raises(TieredKVMemoryError, match="1 x 20100 tokens"):
+        model.generate(ids, **options)
+
+
 def test_inferred_options_leave_room_for_the_context():
     left, config = infer_auto_kv_config(LLAMA_8B, max_context_length=131072, max_memory={0: "24GiB", "cpu": "64GiB"})
     plan = plan_memory(kv_shape(LLAMA_8B, torch.bfloat16), tier_options(config), 131072, 1)

@@ -111,7 +111,7 @@ def _prepare(model: Any, cache: TieredCache, inputs: torch.Tensor | None, kwargs
         mask = kwargs["attention_mask"] = _infer_mask(model, kwargs, ids)
     _reopen_full_cache(cache, ids.shape[1])
     copies = max(_option(model, kwargs, "num_beams") or 1, _option(model, kwargs, "num_return_sequences") or 1)
-    _check_room(model, cache, ids, copies, _option(model, kwargs, "max_new_tokens"))
+    _check_room(model, cache, ids, copies, _context_length(model, kwargs, ids.shape[1]))
     is_warm = cache.get_seq_length() > 0
     if copies > 1 and is_warm:
         return
@@ -120,10 +120,15 @@ def _prepare(model: Any, cache: TieredCache, inputs: torch.Tensor | None, kwargs
         cache.batch_repeat_interleave(copies)
 
 
-def _check_room(model: Any, cache: TieredCache, ids: torch.Tensor, copies: int, new_tokens: int | None) -> None:
+def _context_length(model: Any, kwargs: dict[str, Any], prompt_tokens: int) -> int:
+    """Tokens of prompt and answer together, as far as options tell; a model's own ``max_length`` is no intention."""
+    new_tokens = _option(model, kwargs, "max_new_tokens")
+    return max(prompt_tokens, kwargs.get("max_length") or 0) if new_tokens is None else prompt_tokens + new_tokens
+
+
+def _check_room(model: Any, cache: TieredCache, ids: torch.Tensor, copies: int, context: int) -> None:
     """Refuse a fresh prompt that will not fit; one that continues a cache has taken most of its memory already."""
     if cache.get_seq_length() == 0:
-        context = ids.shape[1] + (new_tokens or 0)
         check_memory(kv_shape(model.config, model.dtype), cache.kv_config, ids.device, context, len(ids) * copies)
 
 
