@@ -1,4 +1,7 @@
-"""Decode from a CUDA graph: the same tokens, no wait on the host, and an honest word where it cannot be."""
+"""Decode from a CUDA graph: the same tokens, no wait on the host, and an honest word where it cannot be.
+
+Without CUDA a stand-in captures and replays (``tests/graph_stand_in.py``).
+"""
 
 import copy
 import warnings
@@ -6,16 +9,23 @@ import warnings
 import pytest
 import torch
 
+from tests import graph_stand_in
 from tests.tiny import DEVICE, make_model
 from tiered_kv import TieredCache, TieredKVConfig, dispatch_kv_cache, kv_cache_dispatched
 from tiered_kv.kernels.dispatch import force_backend
 
-needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a CUDA device")
+needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 
 OPTIONS = dict(
     token_budget=64, num_sink_tokens=4, window_size=8, decode_segment=24, prefill_segment=64, prefill_chunk=64,
     tokens_per_cluster=4, max_cluster_tokens=16, block_size=4,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def graphs_on_the_cpu(request, monkeypatch):
+    if DEVICE.type == "cpu" and "the_cpu_runs_eagerly" not in request.node.name:
+        graph_stand_in.install(monkeypatch)
 
 
 def prompt(batch: int = 1, tokens: int = 300) -> torch.Tensor:
@@ -31,7 +41,6 @@ def generate(model, ids, new_tokens=70, **options):
     return output.sequences, torch.stack(output.logits)
 
 
-@needs_cuda
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_replayed_step_gives_what_an_eager_one_gives(family, batch):
@@ -50,7 +59,6 @@ def test_a_replayed_step_gives_what_an_eager_one_gives(family, batch):
         assert 1 <= stats["graph_captures"] <= 4
 
 
-@needs_cuda
 def test_dense_contexts_are_captured_too():
     model, ids = make_model("llama"), prompt(2, 40)
     expected, _ = generate(model, ids)
@@ -88,7 +96,6 @@ def test_kernels_and_references_generate_the_same_tokens():
     assert torch.equal(tokens, expected)
 
 
-@needs_cuda
 def test_multi_turn_captures_again_and_stays_right():
     model, ids = make_model("gemma3_text"), prompt()
     outputs = []
@@ -101,7 +108,6 @@ def test_multi_turn_captures_again_and_stays_right():
     assert torch.equal(*outputs)
 
 
-@needs_cuda
 def test_a_copy_of_a_dispatched_model_decodes_on_its_own():
     model, ids = dispatch_kv_cache(make_model("llama"), TieredKVConfig(**OPTIONS)), prompt()
     expected, _ = generate(model, ids, 10)
@@ -121,7 +127,6 @@ def test_the_cpu_runs_eagerly_and_says_nothing():
         assert model.kv_cache_stats()["graph_replays"] == 0
 
 
-@needs_cuda
 def test_beams_are_reordered_in_place():
     model, ids = make_model("llama"), prompt()
     outputs, stats = [], {}
@@ -134,7 +139,6 @@ def test_beams_are_reordered_in_place():
     assert stats["graph_captures"] <= 4
 
 
-@needs_cuda
 def test_a_cache_cropped_between_steps_is_captured_again_where_it_must_be():
     model, ids = make_model("llama"), prompt()
     outputs = []

@@ -151,14 +151,18 @@ def _without_garbage_collection() -> Iterator[None]:
 
 def _is_decode_step(cache: Any, inputs: dict[str, Any]) -> bool:
     ids = inputs.get("input_ids")
-    if not isinstance(cache, TieredCache) or ids is None or ids.shape[1] != 1 or not ids.is_cuda:
+    if not isinstance(cache, TieredCache) or ids is None or ids.shape[1] != 1 or not _can_capture(ids):
         return False
-    if torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing() or cache.get_seq_length() == 0:
+    if torch.is_grad_enabled() or cache.get_seq_length() == 0:
         return False
     used = {name for name, value in inputs.items() if value is not None and value is not False}
     return used <= _CAPTURABLE_ARGUMENTS and {"use_cache", "return_dict"}.isdisjoint(
         name for name, value in inputs.items() if value is False
     )
+
+
+def _can_capture(ids: torch.Tensor) -> bool:
+    return ids.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
 def _position_ids(inputs: dict[str, Any], length: int) -> torch.Tensor:
