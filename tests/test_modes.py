@@ -259,6 +259,20 @@ def test_kernels_are_launched_on_the_device_of_the_tensors(family, monkeypatch):
     tokens(dispatch_kv_cache(make_model(family), small_config(dense_context=0)), **BATCH)
 
 
+def test_a_step_cut_short_is_noticed_and_mended(model, stock, cache, monkeypatch):
+    with torch.no_grad():
+        model(IDS[:, :80], past_key_values=cache)
+        model(IDS[:, 80:81], past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[1].mlp, "forward", lambda hidden: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(IDS[:, 81:82], past_key_values=cache)
+        with pytest.raises(TieredKVError, match=r"cut short; crop\(\) the cache to 81 tokens"):
+            model(IDS[:, 81:82], past_key_values=cache)
+    cache.crop(81)
+    assert tokens(model, **ones(IDS), past_key_values=cache) == tokens(stock, **ones(IDS))
+
+
 def test_a_clock_is_made_once_for_a_kind_of_layer(monkeypatch):
     """Not once a layer and step: each is a launch, which a captured step would replay."""
     from tiered_kv.lockstep import Lane

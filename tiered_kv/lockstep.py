@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from tiered_kv.errors import TieredKVError
 from tiered_kv.window import WindowClock
 
 
@@ -56,7 +57,17 @@ class Lane:
             self.clock.advance()
 
     def make_room(self) -> None:
-        """Make room for one token in every member: the only part of a step that may cluster, store or allocate."""
+        """Make room for one token in every member: the only part of a step that may cluster, store or allocate.
+
+        Raises:
+            TieredKVError: The layers are not in step, as a forward pass that raised half-way leaves them.
+        """
+        (_, first), (_, last) = self.members[0].counted, self.members[-1].counted
+        if first != last:
+            raise TieredKVError(
+                f"the first layer holds {first} tokens and the last one {last}: a forward pass was cut short;"
+                f" crop() the cache to {min(first, last)} tokens, or begin a new one"
+            )
         if not self.members[0].has_room:
             self.changes += 1
             with torch.cuda.device_of(self.clock.length):  # kernels are launched on the current device
