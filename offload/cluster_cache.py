@@ -64,7 +64,8 @@ class ClusterCache:
         Arguments are those of :func:`~tiered_kv.kernels.lookup.select_and_assign`.
 
         Returns:
-            The selection, the slots of its blocks, and which of them are missing.
+            The selection; ``[rows, max_blocks]`` int32 slots of its blocks, -1 in the padding; and
+            ``[rows, max_blocks]`` bool which of them are missing, whose slots are to be filled by :meth:`recall`.
         """
         return select_and_assign(
             scores, sizes, starts, first_blocks, self.tables, self.hints, counters,

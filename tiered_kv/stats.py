@@ -19,7 +19,8 @@ def collect_stats(layers: Sequence[TieredLayer]) -> dict[str, Any]:
         ``selected_blocks``, ``missed_blocks``, ``recalled_tokens``: sums since the cache was made;
         ``guesses``, ``guessed_tokens``, ``prefetched_tokens``, ``used_prefetched_tokens``: of the prefetcher; what it
         fetched in vain is the difference of the last two, what the layers corrected are ``recalled_tokens``;
-        ``hit_rate``: share of selected tokens that were on the GPU, ``None`` before any was selected;
+        ``hit_rate``: share of selected tokens that were on the GPU when their layer looked them up, those fetched ahead
+        included, ``None`` before any was selected;
         ``tokens_per_lookup``, ``clusters_per_lookup``: averages, or ``None``;
         ``recalled_bytes``: from host to GPU during decode, prefetched ones included;
         ``kv_gpu_bytes`` = ``window_bytes`` + ``cluster_cache_bytes`` + ``index_bytes``; ``kv_host_bytes``; and
