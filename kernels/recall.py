@@ -15,9 +15,9 @@ from tiered_kv.kernels.dispatch import check_contiguous, tl, triton, use_triton
 BLOCKS_PER_PROGRAM = 4
 NUM_WARPS = 4
 AHEAD_PROGRAMS = 24
-"""Programs of a recall that runs beside the model's own kernels: enough bytes in flight for PCIe (24 × 16 KiB) on few of
-the multiprocessors, which programs that wait for the host may otherwise fill: with one for each group of blocks (6144 at
-8 × 32k) fetching ahead cost 3.7 ms a token on an H200. Not yet measured with 24."""
+"""Programs of a recall that runs beside the model's own kernels: enough bytes in flight for PCIe (24 of 16 KiB), on few
+of the multiprocessors, which programs that wait for the host may otherwise fill: with one program for each group of
+blocks (6144 at 8 sequences of 32k) fetching ahead cost 3.7 ms a token on an H200. Not yet measured with 24."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
