@@ -3,6 +3,7 @@
 #
 #   bash benchmarks/gpu_session.sh                       # every part, in this order
 #   bash benchmarks/gpu_session.sh tests decode recall   # some of them
+#   WORKERS=8 bash benchmarks/gpu_session.sh core        # the tests that CUDA matters to, in 8 processes
 #   TIERED_KV_COMMIT=abc1234 OUT=out LIMIT=590 bash benchmarks/gpu_session.sh
 #
 # LIMIT: seconds for all of it (default 590). A part is not begun with less than 15 seconds left.
@@ -24,15 +25,31 @@ part() { # name, seconds, command...
   [ "$seconds" -gt "$left" ] && seconds=$left
   local began=$SECONDS
   echo "== $name (at most $seconds s): $*"
-  timeout --kill-after=5 "$seconds" "$@" >"$OUT/$name.log" 2>&1
+  timeout --signal="${SIGNAL:-TERM}" --kill-after=10 "$seconds" "$@" >"$OUT/$name.log" 2>&1
   local status=$?
   tail -n "${TAIL:-25}" "$OUT/$name.log" | cut -c1-220
   echo "== $name: exit $status after $((SECONDS - began)) s"
 }
 
+# Tests: names as they fail (-v, so that they survive a limit), reasons at the end, also when a limit interrupts pytest.
+# On all cores where pytest-xdist is installed.
+run_tests() { # name, seconds, tests...
+  local name=$1 seconds=$2 spread=()
+  shift 2
+  python -c "import xdist" 2>/dev/null && spread=(-n "${WORKERS:-14}" --dist worksteal)
+  SIGNAL=INT part "$name" "$seconds" python -m pytest "${spread[@]}" -v -rfE --tb=short --durations=10 "$@"
+  grep -E "(FAILED|ERROR)" "$OUT/$name.log" | sort -u | head -n 40 | cut -c1-220
+}
+
+# What runs otherwise on CUDA than on the CPU: kernels, streams, page-locked memory and graphs, and models through them.
+CORE="graphs prefetch modes layer invariance dispatch equality host_store pinned cluster_cache replacement planning
+  clustering kernel_attend kernel_select kernel_lookup kernel_recall kernel_score kernel_flash kernel_count kernel_kmeans
+  kernel_summarise kernel_pack"
+
 run_part() {
   case $1 in
-  tests) part tests 150 python -m pytest -q -x tests ;;
+  tests) run_tests tests 300 tests ;;
+  core) run_tests core 240 $(printf 'tests/test_%s.py ' $CORE) ;;
   clustering) part clustering 90 python -m benchmarks.clustering --out "$OUT/clustering.jsonl" ;;
   kernels) part kernels 120 python -m benchmarks.kernels --out "$OUT/kernels.jsonl" ;;
   decode) part decode 360 python -m benchmarks.decode --out "$OUT/decode.jsonl" ${DECODE_ARGS:-} ;;
