@@ -460,7 +460,8 @@ class TieredLayer:
             tensors += [table for _, table in self.index.tables.items()]
             tensors += [self.cluster_cache.slots, *self.cluster_cache.tables, self.cluster_cache.hints]
             tensors.append(self.store.tokens)
-        return tuple(number for tensor in tensors for number in (tensor.data_ptr(), tensor.numel()))
+        places = [number for tensor in tensors for number in (tensor.data_ptr(), tensor.numel())]
+        return (bool(self.segments), *places)  # without a segment, as crop() may leave it, a step recalls nothing
 
     @lasting
     def crop(self, tokens: int) -> None:
