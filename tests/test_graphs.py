@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import graph_stand_in
-from tests.tiny import DEVICE, make_model
+from tests.tiny import DEVICE, LOGITS_TOLERANCE, make_model, small_config
 from tiered_kv import TieredCache, TieredKVConfig, dispatch_kv_cache, kv_cache_dispatched
 from tiered_kv.kernels.dispatch import force_backend
 
@@ -149,3 +149,17 @@ def test_a_cache_cropped_between_steps_is_captured_again_where_it_must_be():
             cache.crop(-60)  # into the prompt's segments
             outputs.append(generate(model, torch.cat([ids[:, :240], ids[:, :90]], 1), 20, past_key_values=cache)[0])
     assert torch.equal(*outputs)
+
+
+def test_a_step_captured_without_segments_is_captured_again_when_there_is_one():
+    """crop() leaves the index's tables where they are, and nothing in them."""
+    model, ids = make_model("llama"), prompt(1, 90)
+    outputs = []
+    for use_graph in (False, True):
+        config = small_config(dense_context=0, cuda_graph=use_graph)
+        with kv_cache_dispatched(model, config):
+            cache = TieredCache(model.config, config)
+            first, _ = generate(model, ids, 24, past_key_values=cache)
+            cache.crop(-100)
+            outputs.append(generate(model, first[:, :14], 24, past_key_values=cache)[1])
+    assert (outputs[1] - outputs[0]).abs().max() < LOGITS_TOLERANCE
