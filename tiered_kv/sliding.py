@@ -111,4 +111,4 @@ class SlidingBuffer:
 
     def addresses(self) -> tuple[int, ...]:
         """Where a captured decode step reads and writes."""
-        return self.tokens.data_ptr(), self._first_token.data_ptr()
+        return tuple(tensor.data_ptr() for tensor in (self.tokens, self._first_token, self._no_sinks))
