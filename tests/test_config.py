@@ -77,6 +77,11 @@ def test_too_small_a_number_is_refused(name, least):
 
 
 @pytest.mark.parametrize("name", [name for name, kind in FIELDS.items() if "float" in kind])
+def test_an_infinite_size_is_refused():
+    with pytest.raises(ValueError, match="^gpu_cache_size: expected a finite number, got inf"):
+        TieredKVConfig(gpu_cache_size=float("inf"))
+
+
 def test_not_a_number_is_refused(name):
     with pytest.raises(ValueError, match=rf"^{name}: .*nan"):
         TieredKVConfig(**{name: float("nan")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -163,8 +164,12 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
 
 
 def _check_least(name: str, value: float | None, least: float) -> None:
-    if value is not None and not value >= least:
+    if value is None:
+        return
+    if not value >= least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
+    if value == math.inf:
+        raise ValueError(f"{name}: expected a finite number, got {value}")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
