@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels import environment, settings
 from tiered_kv.clustering import assign_by_direction, cluster_segment, max_clusters, num_clusters
 from tiered_kv.config import TieredKVConfig
 from tiered_kv.kernels import directions, kmeans, order, pack, quantise, summarise
@@ -368,30 +367,6 @@ def sweep(shape: Shape, i: Inputs, names: list[str]) -> Iterator[dict[str, Any]]
                 yield row_of(name, shape, times, floor_us=round(floor_us(kernel, i), 2), settings=values)
 
 
-@contextmanager
-def settings(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(module, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
-def machine() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit or "unknown",
-    }
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="append rows to this JSON-lines file")
@@ -410,7 +385,7 @@ def main(arguments: list[str] | None = None) -> int:
         check(inputs)
         check_no_waits(inputs)
         print(f"checked: {shape.name}", file=sys.stderr, flush=True)
-    about = machine()
+    about = environment()
     for shape in shapes:
         inputs = make_inputs(shape, torch.bfloat16, "cuda")
         if options.sweep:

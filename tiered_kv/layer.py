@@ -155,7 +155,7 @@ class TieredLayer:
     def set_left_padding(self, padding: list[int] | None) -> None:
         """Padding tokens at the beginning of each sequence, of those that came so far; ``None`` for none anywhere."""
         self.left_padding = padding
-        rows = torch.tensor(padding or [0] * self.batch, dtype=torch.int32).repeat_interleave(self.kv_heads)
+        rows = torch.tensor(self._paddings, dtype=torch.int32).repeat_interleave(self.kv_heads)
         self._row_padding = rows.to(self.device)
 
     def add_chunk(self, key: torch.Tensor, value: torch.Tensor) -> None:
